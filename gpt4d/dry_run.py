@@ -3,9 +3,11 @@
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from gpt4d.checkpoint.space import check_space, readable_size
-from gpt4d.config import Config, ConfigError, is_megatron, matching_files, tokenizer_file
+from gpt4d.config import Config, ConfigError, is_megatron, is_remote, matching_files, patterns, tokenizer_file
+from gpt4d.data.corpus_files import corpus_files
 from gpt4d.data.megatron_index import Index
 from gpt4d.model import registry
 from gpt4d.plan import ParallelPlan
@@ -14,6 +16,7 @@ from gpt4d.planner.duration import batch_text, duration
 from gpt4d.planner.fitting import Fit, fit
 from gpt4d.planner.topology import usable_gib
 
+_FILES = ("text", "jsonl", "csv", "parquet", "arrow", "files", "chat", "pictures")  # sources that are globs of files
 _PREPARED = ("tokens", "megatron", "blend")  # sources that are token files already
 
 
@@ -66,8 +69,8 @@ def _memory(answer: Fit) -> str:
 def _data(config: Config) -> Iterator[str]:
     """Yield descriptions of the data of a run. Raises ConfigError for a file that cannot be read."""
     data = config.data
-    if data.source in ("text", "jsonl", "parquet", "chat", "pictures"):
-        yield f"{data.source}: {_files('data.path', data.path or '', folders=data.source == 'pictures')}"
+    if data.source in _FILES:
+        yield f"{data.source}: {_files('data.path', data.path, folders=data.source == 'pictures')}"
     elif data.source in _PREPARED:
         directories = list(data.blend) if data.source == "blend" else [data.path or ""]
         for directory in directories:
@@ -91,13 +94,16 @@ def _data(config: Config) -> Iterator[str]:
         yield f"validation set {name}: {path if directory else _files(f'data.validation.{name}', path)}"
 
 
-def _files(key: str, path: str, folders: bool = False) -> str:
-    """Return number and size of the files that a glob matches. Raises ConfigError for a file that cannot be read."""
-    files = {path.resolve() for path in matching_files(path, folders)}
+def _files(key: str, path: Any, folders: bool = False) -> str:
+    """Return number and size of the files that globs match. Raises ConfigError for a file that cannot be read."""
+    local = [pattern for pattern in patterns(path) if not is_remote(pattern)]
+    files = {path.resolve() for pattern in local for path in matching_files(pattern, folders)}
     for file in sorted(files):
         if not os.access(file, os.R_OK):
             raise ConfigError(f"{key}={path}: {file} cannot be read; check its permissions")
-    return f"{len(files):,} file(s), {readable_size(sum(file.stat().st_size for file in files))}"
+    remote = corpus_files(filter(is_remote, patterns(path)))
+    size = sum(file.stat().st_size for file in files) + sum(file.size for file in remote)
+    return f"{len(files) + len(remote):,} file(s), {readable_size(size)}"
 
 
 def _tokenizer(config: Config) -> str:

@@ -95,7 +95,7 @@ def sync(path: Path) -> None:
 
 
 def checksum(file) -> str:
-    """Return the checksum of the rest of ``file``, which must be open in binary mode without a buffer."""
+    """Return the checksum of the rest of ``file``, which must be open in binary mode."""
     checksum, buffer = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK_BYTES))
     while size := file.readinto(buffer):
         checksum.update(buffer[:size])

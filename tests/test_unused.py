@@ -21,7 +21,7 @@ CASES = [  # an unused key, the reason, and the setting that makes a run read it
     ([TEXT, "data=blend", "data.path=tokens/a"], "list token directories or Megatron's prefixes", ["data=tokens"]),
     ([TEXT, "data.subset=en"], "data.source=sotu does not read it; leave it out, or set data.source=hub", ["data=c4"]),
     ([TEXT, "data.split=test"], "set data.source=hub", ["data=c4"]),
-    ([TEXT, "data.column=content"], "set data.source=jsonl or parquet or hub", ["data=parquet"]),
+    ([TEXT, "data.column=content"], "set data.source=jsonl or csv or parquet or arrow or files or", ["data=parquet"]),
     ([TEXT, "data=tokens", "data.skip_empty=true"], "data.source=tokens was prepared before", ["data=text"]),
     ([TEXT, "data=tokens", "data.validation_fraction=0.1"], "data.source=tokens was prepared", ["data=text"]),
     ([TEXT, "data=tokens", "data.processes=2"], "data.source=tokens was prepared", ["data=text"]),

@@ -28,8 +28,12 @@ from gpt4d.config.data_checks import (
     HEADER,
     check_data,
     check_image_data,
+    check_remote,
+    file_source,
     is_megatron,
+    is_remote,
     matching_files,
+    patterns,
     tokenizer_file,
     written_source,
 )

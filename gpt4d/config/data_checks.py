@@ -4,7 +4,7 @@ import glob
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,9 @@ _PATHS = {  # an example of data.path for each source that needs one
     "text": 'a glob of files, such as data.path="books/*.txt"',
     "jsonl": 'a glob of files, such as data.path="crawl/*.jsonl.zst"',
     "parquet": 'a glob of files, such as data.path="crawl/*.parquet"',
+    "csv": 'a glob of files, such as data.path="crawl/*.csv.gz"',
+    "arrow": 'a glob of files, such as data.path="crawl/*.arrow"',
+    "files": 'globs of files, such as data.path="[books/*.txt, crawl/*.jsonl.zst]"',
     "chat": 'a glob of files, such as data.path="sft/*.jsonl"',
     "pictures": 'a folder or a glob of files, such as data.path="photos/*.jpg"',
 }
@@ -101,14 +104,63 @@ def _check_source(data: DataConfig, kind: str, model: str) -> None:
         return
     if not data.path:
         raise ConfigError(f"data.path=null: data.source={data.source} needs a path; set {_PATHS[data.source]}")
+    if data.source in ("hub", "tokens", "megatron"):
+        _check_one_path(data)
+    else:
+        _check_patterns(data, folders=kind == "images")
+
+
+def _check_one_path(data: DataConfig) -> None:
+    if not isinstance(data.path, str):
+        raise ConfigError(f"data.path={data.path}: data.source={data.source} reads one path; set {_PATHS[data.source]}")
     if data.source == "megatron" and not is_megatron(data.path):
         remedy = re.sub(r"\.(bin|idx)$", "", data.path)
         remedy = f"set data.path={remedy}" if is_megatron(remedy) else f"set {_PATHS['megatron']}"
         raise ConfigError(f"data.path={data.path}: there is no {data.path}.idx; {remedy}")
-    if data.source not in ("hub", "tokens", "megatron") and not any(
-        matching_files(data.path, folders=kind == "images")
-    ):
-        raise ConfigError(f"data.path={data.path!r}: {_no_match(data.path, folders=kind == 'images')}")
+
+
+def _check_patterns(data: DataConfig, folders: bool) -> None:
+    """Raise ConfigError unless ``data.path`` is a glob or a list of globs, each of which matches a local file.
+
+    Files at URLs are listed when the corpus is read.
+    """
+    if not all(isinstance(pattern, str) and pattern for pattern in patterns(data.path)):
+        raise ConfigError(f"data.path={data.path}: neither a glob of files nor a list of globs; use [a/*.txt, b/*.txt]")
+    for pattern in patterns(data.path):
+        if is_remote(pattern):
+            if folders:
+                raise ConfigError(f"data.path={pattern}: images are read from local files; copy them to a folder")
+            check_remote(pattern)
+        elif not any(matching_files(pattern, folders)):
+            raise ConfigError(f"data.path={pattern!r}: {_no_match(pattern, folders)}")
+
+
+def patterns(path: Any) -> list[Any]:
+    """Return the globs in ``data.path``, which is one or a list."""
+    return path if isinstance(path, list) else [path]
+
+
+def is_remote(path: str) -> bool:
+    """Return whether a path is the URL of a file system of fsspec, such as s3://bucket/a.txt."""
+    return "://" in path
+
+
+def check_remote(url: str) -> None:
+    """Raise ConfigError, with the command, if the package that reads a URL is not installed."""
+    from fsspec import get_filesystem_class
+    from fsspec.registry import known_implementations
+
+    protocol = re.split("::|://", url)[0]
+    try:
+        get_filesystem_class(protocol)
+    except ImportError:
+        package = known_implementations[protocol]["class"].partition(".")[0]
+        package = "aiohttp" if package == "fsspec" else package  # a package that fsspec needs for HTTP
+        raise ConfigError(f"data.path={url}: its package is not installed; run pip install {package}") from None
+    except ValueError:
+        raise ConfigError(
+            f"data.path={url}: {protocol}:// is not known; use s3://, gs://, https:// or a local path"
+        ) from None
 
 
 def _no_match(path: str, folders: bool) -> str:
@@ -145,9 +197,14 @@ def is_megatron(path: str) -> bool:
     return any(os.path.isfile(os.path.expanduser(path) + suffix) for suffix in (".idx", ".bin"))
 
 
+def file_source(suffixes: Iterable[str]) -> str:
+    """Return the ``data.source`` that reads a file with these suffixes: jsonl, csv, parquet, arrow or text."""
+    return next((source for source in ("jsonl", "csv", "parquet", "arrow") if f".{source}" in suffixes), "text")
+
+
 def written_source(path: str) -> str:
-    """Return the ``data.source`` of text files, by the suffixes of their glob: jsonl, parquet or text."""
-    return next((source for source in ("jsonl", "parquet") if f".{source}" in Path(path).suffixes), "text")
+    """Return the ``data.source`` of text files by the suffixes of their glob (``file_source``)."""
+    return file_source(Path(path).suffixes)
 
 
 def tokenizer_file(path: str) -> Path:

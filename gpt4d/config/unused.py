@@ -20,7 +20,7 @@ Condition = Callable[[Config], str | None]
 
 _TOKENS = ("tokens", "blend", "megatron")  # sources that are token files already
 _CONVERSATIONS = ("chat", "tokens", "blend")  # sources that may contain conversations
-_ROWS = ("jsonl", "parquet", "hub")  # sources with columns
+_ROWS = ("jsonl", "csv", "parquet", "arrow", "files", "hub")  # sources with columns
 # Values that disable a feature. They are accepted even where the feature does not exist.
 _OFF = {
     "logging.sample_prompt": "",
@@ -147,13 +147,15 @@ def _with_path(config: Config) -> str | None:
         return None
     if data.source == "blend":
         return "data.source=blend reads no path; list token directories or Megatron's prefixes in data.blend"
-    return f"data.source={data.source} reads no path; add data={_reader(str(data.path), _trains_on_images(config))}"
+    return f"data.source={data.source} reads no path; add data={_reader(data.path, _trains_on_images(config))}"
 
 
-def _reader(path: str, pictures: bool) -> str:
+def _reader(path: Any, pictures: bool) -> str:
     """Return the source that probably reads ``path``."""
     if pictures:
         return "pictures"
+    if not isinstance(path, str):
+        return "files"
     if is_megatron(path):
         return "megatron"
     source = written_source(path)

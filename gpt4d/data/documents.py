@@ -1,18 +1,19 @@
 """Documents of a corpus, read sequentially from files or from a Hugging Face dataset."""
 
-import gzip
+import csv
 import io
 import json
-import zlib
-from collections.abc import Iterator
-from pathlib import Path
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from gpt4d.config import ConfigError, DataConfig, matching_files
+from gpt4d.config import ConfigError, DataConfig, file_source, patterns
 from gpt4d.data import conversations, sources
+from gpt4d.data.corpus_files import READ_ERRORS, CorpusFile, corpus_files
 from gpt4d.data.sources import one_line
 
-_COMPRESSED_BYTES = 1 << 14  # compressed bytes per call; at the highest ratio, the result has half a gigabyte
+_BATCH_ROWS = 1000
+Batches = Iterator[tuple[Any, float]]  # batches of rows, each with the fraction of the file that is read
 
 
 class Document(NamedTuple):
@@ -29,9 +30,7 @@ def documents(config: DataConfig) -> Iterator[Document]:
     Raises ConfigError, with file and line, for a document that cannot be read. Empty documents raise it unless
     ``data.skip_empty`` is set.
     """
-    texts, parquet, hub = _read_texts, _read_parquet, _read_hub
-    readers = {"sotu": texts, "text": texts, "jsonl": _read_jsonl, "parquet": parquet, "hub": hub, "chat": _read_chat}
-    for document in readers[config.source](config):
+    for document in _read_hub(config) if config.source == "hub" else _read_files(config):
         text = document.text.strip()
         if text:
             yield document._replace(text=text)
@@ -40,20 +39,20 @@ def documents(config: DataConfig) -> Iterator[Document]:
             raise ConfigError(f"{document.location}: {problem}; remove it, or set data.skip_empty=true")
 
 
-def files(config: DataConfig) -> list[Path]:
-    """Return the sorted files of the corpus. Raises ConfigError if the package that contains them is missing.
+def files(config: DataConfig) -> list[CorpusFile]:
+    """Return the sorted files of the corpus.
 
-    The configuration checks (config.checks) have made sure that ``data.path`` matches a file.
+    Raises ConfigError if the package that contains them is missing, or if files at a URL cannot be listed.
     """
     if config.source == "sotu":
-        return sorted((sources.package_directory(config, "sotu", "sotu") / "data" / "speeches").glob("*.txt"))
-    assert config.path
-    return sorted(set(matching_files(config.path)))  # a/**/** matches a file several times
+        directory = sources.package_directory(config, "sotu", "sotu") / "data" / "speeches"
+        return [CorpusFile.local(path) for path in sorted(directory.glob("*.txt"))]
+    return corpus_files(patterns(config.path))
 
 
 def size(config: DataConfig) -> int | None:
     """Return the size of the corpus in bytes, or None for a hub dataset, whose size is not known in advance."""
-    return None if config.source == "hub" else sum(path.stat().st_size for path in files(config))
+    return None if config.source == "hub" else sum(file.size for file in files(config))
 
 
 def identity(config: DataConfig) -> str:
@@ -66,72 +65,37 @@ def is_held_out(text: str, fraction: float) -> bool:
     return sources.is_held_out(text.encode(), fraction)
 
 
-def _open_content(path: Path, file: io.BufferedReader) -> io.BufferedIOBase:
-    """Return a reader of the decompressed content if the file is .gz or .zst, otherwise ``file``."""
-    if path.suffix not in (".gz", ".zst"):
-        return file
-    if not file.peek(1):
-        raise EOFError("the file is empty")
-    return gzip.open(file) if path.suffix == ".gz" else io.BufferedReader(_ChunkReader(_decompress_zstd(file)))
+def _unreadable(file: CorpusFile, error: Exception) -> ConfigError:
+    return ConfigError(f"{file}: cannot be read ({one_line(error)}); download or create the file again")
 
 
-def _decompress_zstd(file: io.BufferedReader) -> Iterator[bytes]:
-    """Yield the content of all zstandard frames. Raises EOFError for a truncated one, OSError for an invalid one."""
-    import zstandard
-
-    frame, rest = None, b""
-    try:
-        while content := rest or file.read(_COMPRESSED_BYTES):
-            if frame is None or frame.eof:
-                frame = zstandard.ZstdDecompressor().decompressobj()
-            yield frame.decompress(content)
-            rest = frame.unused_data if frame.eof else b""
-    except zstandard.ZstdError as error:
-        raise OSError(str(error)) from None
-    if frame is None or not frame.eof:
-        raise EOFError("the file is truncated")
-
-
-class _ChunkReader(io.RawIOBase):
-    """A readable file over an iterator of byte chunks."""
-
-    def __init__(self, chunks: Iterator[bytes]):
-        self.chunks, self.current = chunks, memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        while not self.current:
-            chunk = next(self.chunks, None)
-            if chunk is None:
-                return 0
-            self.current = memoryview(chunk)
-        size = min(len(buffer), len(self.current))
-        buffer[:size], self.current = self.current[:size], self.current[size:]
-        return size
+def _read_files(config: DataConfig) -> Iterator[Document]:
+    """Yield the documents of each file. ``data.source=files`` reads each file by its suffixes."""
+    readers: dict[str, Callable[[CorpusFile, DataConfig], Iterator[Document]]] = {
+        "sotu": _read_text,
+        "text": _read_text,
+        "jsonl": _read_jsonl,
+        "csv": _read_csv,
+        "parquet": _read_parquet,
+        "arrow": _read_arrow,
+        "chat": _read_chat,
+    }
+    offset = 0  # bytes of the files before
+    for file in files(config):
+        source = file_source(file.suffixes) if config.source == "files" else config.source
+        for document in readers[source](file, config):
+            yield document._replace(bytes_read=offset + document.bytes_read)
+        offset += file.size
 
 
-def _unreadable(path: Path, error: Exception) -> ConfigError:
-    return ConfigError(f"{path}: cannot be read ({one_line(error)}); download or create the file again")
-
-
-def _files_with_offsets(config: DataConfig) -> Iterator[tuple[Path, int]]:
-    """Yield each file with the total bytes of the files before it."""
-    offset = 0
-    for path in files(config):
-        yield path, offset
-        offset += path.stat().st_size
-
-
-def _lines(path: Path) -> Iterator[tuple[bytes, int]]:
+def _lines(file: CorpusFile) -> Iterator[tuple[bytes, int]]:
     """Yield each line with the number of bytes of the file read so far."""
     try:
-        with open(path, "rb") as file, _open_content(path, file) as content:
+        with file.open() as stored, file.content(stored) as content:
             for line in content:
-                yield line, file.tell()
-    except (OSError, EOFError, zlib.error) as error:  # truncated, damaged, or not compressed
-        raise _unreadable(path, error) from None
+                yield line, stored.tell()
+    except READ_ERRORS as error:
+        raise _unreadable(file, error) from None
 
 
 def _decode(line: bytes, location: str) -> str:
@@ -141,19 +105,18 @@ def _decode(line: bytes, location: str) -> str:
         raise ConfigError(f"{location}: byte {error.start} is not UTF-8; convert the file, e.g. with iconv") from None
 
 
-def _read_texts(config: DataConfig) -> Iterator[Document]:
-    for path, offset in _files_with_offsets(config):
-        lines = [_decode(line, f"{path}:{number}") for number, (line, _) in enumerate(_lines(path), 1)]
-        yield Document("".join(lines).replace("\r\n", "\n"), str(path), offset + path.stat().st_size)
+def _read_text(file: CorpusFile, config: DataConfig) -> Iterator[Document]:
+    lines = [_decode(line, f"{file}:{number}") for number, (line, _) in enumerate(_lines(file), 1)]
+    yield Document("".join(lines).replace("\r\n", "\n"), str(file), file.size)
 
 
-def _read_jsonl(config: DataConfig) -> Iterator[Document]:
-    for row, location, bytes_read in _rows(config):
+def _read_jsonl(file: CorpusFile, config: DataConfig) -> Iterator[Document]:
+    for row, location, bytes_read in _rows(file):
         yield Document(_text_of(row, config.column, location), location, bytes_read)
 
 
-def _read_chat(config: DataConfig) -> Iterator[Document]:
-    for row, location, bytes_read in _rows(config):
+def _read_chat(file: CorpusFile, config: DataConfig) -> Iterator[Document]:
+    for row, location, bytes_read in _rows(file):
         conversation = conversations.parse(row, location)
         trained = conversation.messages if config.train_on == "all" else conversation.answers()
         text = conversation.to_text() if trained else ""
@@ -161,38 +124,84 @@ def _read_chat(config: DataConfig) -> Iterator[Document]:
         yield Document(text, location, bytes_read)
 
 
-def _rows(config: DataConfig) -> Iterator[tuple[Any, str, int]]:
-    """Yield the rows of files of JSON lines, each with its location and the position of its end."""
-    for path, offset in _files_with_offsets(config):
-        for number, (line, bytes_read) in enumerate(_lines(path), 1):
-            location = f"{path}:{number}"
-            text = _decode(line, location)
-            try:
-                row = json.loads(text)
-            except (ValueError, RecursionError) as error:  # also for very long numbers and deeply nested lists
-                raise ConfigError(f"{location}: invalid JSON ({one_line(error)}); fix or remove the line") from None
-            yield row, location, offset + bytes_read
+def _rows(file: CorpusFile) -> Iterator[tuple[Any, str, int]]:
+    """Yield the rows of a file of JSON lines, each with its location and the position of its end."""
+    for number, (line, bytes_read) in enumerate(_lines(file), 1):
+        location = f"{file}:{number}"
+        text = _decode(line, location)
+        try:
+            row = json.loads(text)
+        except (ValueError, RecursionError) as error:  # also for very long numbers and deeply nested lists
+            raise ConfigError(f"{location}: invalid JSON ({one_line(error)}); fix or remove the line") from None
+        yield row, location, bytes_read
 
 
-def _read_parquet(config: DataConfig) -> Iterator[Document]:
-    import pyarrow
+def _read_csv(file: CorpusFile, config: DataConfig) -> Iterator[Document]:
+    bytes_read = 0
+
+    def lines() -> Iterator[str]:
+        nonlocal bytes_read
+        for number, (line, bytes_read) in enumerate(_lines(file), 1):  # noqa: B007 – the rows state the position
+            text = _decode(line, f"{file}:{number}")
+            yield text.removeprefix("\ufeff") if number == 1 else text  # Excel begins a file with it
+
+    csv.field_size_limit(sys.maxsize)
+    rows = csv.DictReader(lines(), strict=True)
+    try:
+        for row in rows:
+            location = f"{file}:{rows.line_num}"
+            yield Document(_text_of(row, config.column, location), location, bytes_read)
+    except csv.Error as error:
+        raise ConfigError(f"{file}:{rows.reader.line_num}: invalid CSV ({error}); fix or remove the line") from None
+
+
+def _read_parquet(file: CorpusFile, config: DataConfig) -> Iterator[Document]:
     from pyarrow.parquet import ParquetFile
 
-    for path, offset in _files_with_offsets(config):
-        number = 0
-        try:
-            with ParquetFile(path) as file:
-                bytes_per_row = path.stat().st_size / max(1, file.metadata.num_rows)
-                names = file.schema_arrow.names
-                columns = [config.column] if config.column in names else names
-                for batch in file.iter_batches(batch_size=1000, columns=columns):
-                    for row in batch.to_pylist():
-                        location = f"{path}: row {number}"
-                        number += 1
-                        bytes_read = offset + int(bytes_per_row * number)
-                        yield Document(_text_of(row, config.column, location), location, bytes_read)
-        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise _unreadable(path, error) from None
+    def batches(stored: Any) -> Batches:
+        with ParquetFile(stored) as parquet:
+            read, names = 0, parquet.schema_arrow.names
+            columns = [config.column] if config.column in names else names
+            for batch in parquet.iter_batches(batch_size=_BATCH_ROWS, columns=columns):
+                read += batch.num_rows
+                yield batch, read / parquet.metadata.num_rows
+
+    return _read_batches(file, config, batches)
+
+
+def _read_arrow(file: CorpusFile, config: DataConfig) -> Iterator[Document]:
+    from pyarrow import ipc
+
+    def batches(stored: Any) -> Batches:
+        is_stream = stored.read(6) != b"ARROW1"  # the library datasets writes streams
+        end = stored.seek(0, io.SEEK_END)
+        stored.seek(0)
+        if is_stream:
+            with ipc.open_stream(stored) as stream:
+                yield from ((batch, stored.tell() / end) for batch in stream)
+            return
+        with ipc.open_file(stored) as reader:
+            count = reader.num_record_batches
+            yield from ((reader.get_batch(number), (number + 1) / count) for number in range(count))
+
+    return _read_batches(file, config, batches)
+
+
+def _read_batches(file: CorpusFile, config: DataConfig, batches: Callable[[Any], Batches]) -> Iterator[Document]:
+    """Yield the documents of a file of columns. ``batches`` reads its decompressed content, which is seekable."""
+    import pyarrow
+
+    number = 0
+    try:
+        with file.open() as stored, file.content(stored) as content:
+            in_memory = file.is_compressed or not content.seekable()
+            for batch, fraction in batches(io.BytesIO(content.read()) if in_memory else content):
+                for row in batch.to_pylist():
+                    location = f"{file}: row {number}"
+                    number += 1
+                    yield Document(_text_of(row, config.column, location), location, int(file.size * fraction))
+    except (pyarrow.ArrowException, *READ_ERRORS, UnicodeDecodeError) as error:
+        raise _unreadable(file, error) from None
 
 
 def _read_hub(config: DataConfig) -> Iterator[Document]:

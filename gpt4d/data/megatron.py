@@ -1,9 +1,9 @@
 """Megatron's indexed datasets as the training data of a run: tokens read in place, and documents held out by hash.
 
-A directory in the cache states which documents are held out. For each split it contains ``train_00000.segments``, the
-first token and the number of tokens of each run of consecutive documents of the split (int64), and
-``train_00000.ends``, the end of each document in the tokens of the split (int64). The tokenizer of ``data.tokenizer``
-is next to them if that is set. ``header.json`` is written last.
+A directory in the cache states which documents are held out. It contains two files of int64 for each split. The file
+``train_00000.segments`` has the first token and the number of tokens of each run of consecutive documents of the split.
+The file ``train_00000.ends`` has the end of each document in the tokens of the split. The directory also contains the
+tokenizer of ``data.tokenizer``, if that is set, and, written last, ``header.json``.
 """
 
 import hashlib
@@ -21,6 +21,7 @@ import numpy as np
 from gpt4d import activity
 from gpt4d.config import HEADER, ConfigError, DataConfig
 from gpt4d.data import parts, sources, tokenizers
+from gpt4d.data.corpus_files import CorpusFile
 from gpt4d.data.directory import in_cache, write_once
 from gpt4d.data.megatron_index import Index, index_file, tokens_file
 from gpt4d.data.tokens import TokenFiles, Tokens
@@ -93,8 +94,8 @@ def megatron_files(config: DataConfig, path: str) -> MegatronFiles:
     prefix = os.path.expanduser(path)
     with activity.unlimited():  # a tokenizer may be downloaded
         tokenizer = tokenizers.from_config(config) if config.tokenizer else {}
-        paths = [tokens_file(prefix), index_file(prefix)]
         Index.read(prefix)
+        paths = [CorpusFile.local(path) for path in (tokens_file(prefix), index_file(prefix))]
         content = [fact[1:] for fact in sources.facts(config, lambda _: paths)[-1]]
     samples = [*map(str, content), str(config.validation_fraction)]
     facts = FORMAT, samples, sorted(tokenizer.items())

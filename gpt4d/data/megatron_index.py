@@ -1,9 +1,13 @@
 """The format of Megatron's indexed datasets, version 1: the tokens in PREFIX.bin, the documents in PREFIX.idx.
 
-The index is little-endian: the magic bytes, the version (uint64), the code of the tokens' dtype (uint8), the number of
-sequences and the number of document bounds (uint64 each). Arrays follow: the length of each sequence in tokens (int32),
-its first byte in PREFIX.bin (int64), and the first sequence of each document (int64), with the number of sequences as
-the last bound. A document has one sequence, or several if it was split into sentences.
+The index is little-endian. Its header has the magic bytes, the version (uint64), the code of the tokens' dtype (uint8),
+the number of sequences and the number of document bounds (uint64 each). Three arrays follow:
+
+- the length of each sequence in tokens (int32)
+- the first byte of each sequence in PREFIX.bin (int64)
+- the document bounds (int64): the first sequence of each document, and the number of sequences
+
+A document has one sequence, or several if it was split into sentences.
 """
 
 import struct
@@ -65,7 +69,7 @@ class Index(NamedTuple):
         if version != 1:
             raise _invalid(path, f"version {version} of the format, and only version 1 is known")
         if code not in _DTYPES:
-            raise _invalid(path, f"dtype code {code} is none of 1 to 8")
+            raise _invalid(path, f"dtype code {code} is not between 1 and 8")
         dtype = np.dtype(_DTYPES[code]).newbyteorder("<")
         if dtype.kind == "f":
             raise _invalid(path, f"dtype code {code} means {_DTYPES[code]}, but tokens are integers")
@@ -89,7 +93,7 @@ def _bounds(path: Path, sequences: int, documents: int, itemsize: int) -> np.nda
         raise _invalid(path, f"damaged, its documents do not contain its {sequences:,} sequences")
     ends = lengths.cumsum(dtype=np.int64)
     if (lengths < 0).any() or not np.array_equal(pointers, (ends - lengths) * itemsize):
-        raise _invalid(path, "damaged, its sequences are not one after another")
+        raise _invalid(path, "damaged, its sequences are not consecutive")
     return np.concatenate([[0], ends])[firsts]
 
 

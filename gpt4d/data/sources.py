@@ -11,6 +11,7 @@ import xxhash
 
 from gpt4d.config import ConfigError, DataConfig
 from gpt4d.data import hub
+from gpt4d.data.corpus_files import CorpusFile
 from gpt4d.files import checksum
 
 COMPARED_BYTES = 1 << 30  # read from a corpus at each start to identify it: one to a few seconds
@@ -30,40 +31,46 @@ def package_directory(config: DataConfig, module: str, package: str) -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
-def facts(config: DataConfig, files: Callable[[DataConfig], list[Path]]) -> tuple:
+def facts(config: DataConfig, files: Callable[[DataConfig], list[CorpusFile]]) -> tuple:
     """Return facts that identify a corpus wherever it is mounted: its files' names and content, or a dataset's name.
 
     ``files`` returns the files of a corpus that is not on the hub. Names are relative to the files' common folder. A
-    corpus of up to a gigabyte is compared completely, a larger one by sizes and samples (``_fingerprint``). Raises
-    ConfigError for a file that cannot be read.
+    corpus of up to a gigabyte is compared completely, a larger one by sizes and samples (``_fingerprint``). A file at
+    a URL is compared by its size and the checksum that its file system states. Raises ConfigError for a file that
+    cannot be read.
     """
     names: tuple = ()
     if config.source == "hub":
         assert config.path
         names = (config.subset, config.split)
         paths = sorted(path for path in Path(config.path).rglob("*") if path.is_file())  # for a local directory
+        found = list(map(CorpusFile.local, paths))
     else:
-        paths = files(config)
-    if not paths:
+        found = files(config)
+    if not found:
         return (config.path, *names)
-    folder = os.path.commonpath([path.parent for path in paths])
-    limit = COMPARED_BYTES // len(paths)
-    try:
-        return (*names, [(os.path.relpath(path, folder), *_fingerprint(path, limit)) for path in paths])
-    except OSError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}; make it readable, or remove it") from None
+    folder = os.path.commonpath([os.path.dirname(file.path) for file in found])
+    limit, entries = COMPARED_BYTES // len(found), []
+    for file in found:
+        try:
+            entries.append((os.path.relpath(file.path, folder), *_fingerprint(file, limit)))
+        except OSError as error:
+            raise ConfigError(f"{file}: {error.strerror or one_line(error)}; make it readable, or remove it") from None
+    return (*names, entries)
 
 
-def _fingerprint(path: Path, limit: int) -> tuple[int, str]:
+def _fingerprint(file: CorpusFile, limit: int) -> tuple[int, str]:
     """Return the size of a file and a checksum of its content, or of 16 blocks of it if it exceeds ``limit`` bytes."""
-    with open(path, "rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size <= limit:
-            return size, checksum(file)
+    if file.tag:
+        return file.size, file.tag
+    with file.open() as content:
+        if file.size <= limit or not content.seekable():
+            return file.size, checksum(content)
         block, sampled = max(1, limit // _BLOCKS), xxhash.xxh3_128()
         for index in range(_BLOCKS):  # the first block begins the file and the last one ends it
-            sampled.update(os.pread(file.fileno(), block, (size - block) * index // (_BLOCKS - 1)))
-        return size, sampled.hexdigest()
+            content.seek((file.size - block) * index // (_BLOCKS - 1))
+            sampled.update(content.read(block))
+        return file.size, sampled.hexdigest()
 
 
 def is_held_out(content: bytes | memoryview, fraction: float) -> bool:

@@ -1,8 +1,11 @@
 """All sources yield the same documents, and errors name file and line."""
 
+import bz2
+import csv
 import gzip
 import io
 import json
+import lzma
 import os
 import shutil
 from dataclasses import replace
@@ -10,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt4d.config import ConfigError, DataConfig
+from gpt4d.config import ConfigError, DataConfig, check_data, compose, patterns
 from gpt4d.data import sources
 from gpt4d.data.documents import documents, identity, is_held_out, size
 from tests.data import flip_bit
@@ -91,7 +94,52 @@ def as_hub_copy(directory):
     return DataConfig(source="hub", path=str(directory / "d"))
 
 
-KINDS = [as_text, as_compressed_text, as_json, as_compressed_json, as_parquet, as_saved_dataset, as_hub_copy]
+def as_csv(directory):
+    with open(directory / "a.csv", "w", newline="", encoding="utf-8-sig") as file:  # as Excel writes it
+        rows = csv.writer(file)
+        rows.writerows([["id", "text"], *([number, text] for number, text in enumerate(TEXTS))])
+    return DataConfig(source="csv", path=str(directory / "*.csv"))
+
+
+def arrow(write) -> bytes:
+    """Return an Arrow file in two batches, by one of pyarrow's writers."""
+    import pyarrow
+
+    table = pyarrow.table({"id": [1, 2, 3], "text": TEXTS})
+    with write(content := io.BytesIO(), table.schema) as writer:
+        for batch in table.to_batches(max_chunksize=2):
+            writer.write_batch(batch)
+    return content.getvalue()
+
+
+def as_arrow(directory):
+    from pyarrow import ipc
+
+    (directory / "a.arrow").write_bytes(arrow(ipc.new_file))
+    return DataConfig(source="arrow", path=str(directory / "a.arrow"))
+
+
+def as_compressed_arrow(directory):
+    from pyarrow import ipc
+
+    (directory / "a.arrow.zst").write_bytes(zst(arrow(ipc.new_stream)))
+    return DataConfig(source="arrow", path=str(directory / "a.arrow.*"))
+
+
+def as_files_of_several_formats(directory):
+    """Three texts in three formats and compressions, which a list of globs matches, the second text twice."""
+    (directory / "b").mkdir()
+    (directory / "0.txt.xz").write_bytes(lzma.compress(TEXTS[0].encode()))
+    (directory / "b" / "1.jsonl.bz2").write_bytes(bz2.compress(json.dumps({"text": TEXTS[1]}).encode() + b"\n"))
+    (directory / "b" / "2.csv.gz").write_bytes(gzip.compress(f'text\n"{TEXTS[2]}"\n'.encode()))
+    patterns = [str(directory / pattern) for pattern in ("b/**/*", "0.txt.xz", "b/1*")]
+    return DataConfig(source="files", path=patterns)
+
+
+FILES = [
+    as_text, as_compressed_text, as_json, as_compressed_json, as_parquet, as_csv, as_arrow, as_files_of_several_formats,
+]  # fmt: skip
+KINDS = [*FILES, as_compressed_arrow, as_saved_dataset, as_hub_copy]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -99,7 +147,7 @@ def test_all_sources_yield_the_same_documents(tmp_path, kind):
     assert [document.text for document in documents(kind(tmp_path))] == TEXTS
 
 
-@pytest.mark.parametrize("kind", KINDS[:5], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", FILES, ids=lambda kind: kind.__name__)
 def test_documents_count_the_bytes_read_of_the_files(tmp_path, kind):
     config = kind(tmp_path)
     bytes_read = [document.bytes_read for document in documents(config)]
@@ -124,15 +172,27 @@ def test_documents_count_the_bytes_read_of_the_files(tmp_path, kind):
         ("a.jsonl.zst", zst(lines_of_json())[:-3], r"a\.jsonl\.zst: cannot be read \(the file is truncated\)"),
         ("a.jsonl.zst", zst(lines_of_json()) * 2 + zst(b"{}")[:-3], r"cannot be read \(the file is truncated\)"),
         ("a.jsonl.zst", b"", r"a\.jsonl\.zst: cannot be read \(the file is empty\)"),
+        ("a.jsonl.xz", lzma.compress(lines_of_json())[:-9], r"a\.jsonl\.xz: cannot be read"),
+        ("a.jsonl.xz", b"nonsense", r"a\.jsonl\.xz: cannot be read"),
+        ("a.jsonl.bz2", bz2.compress(lines_of_json())[:-9], r"a\.jsonl\.bz2: cannot be read"),
+        ("a.jsonl.bz2", b"", r"a\.jsonl\.bz2: cannot be read \(the file is empty\)"),
+        (
+            "a.csv",
+            b'text\n"fine"\n"open\n',
+            r"a\.csv:3: invalid CSV \(unexpected end of data\); fix or remove the line",
+        ),
+        ("a.csv", b"id,body\n1,x\n", r"a\.csv:2: no text in data\.column=text; .* \(here: id, body\)"),
+        ("a.csv", b"text,id\n\xff,1\n", r"a\.csv:2: byte 0 is not UTF-8"),
+        ("a.arrow", b"nonsense", r"a\.arrow: cannot be read"),
+        ("a.arrow", b"", r"a\.arrow: cannot be read"),
         ("a.parquet", b"nonsense", r"a\.parquet: cannot be read"),
         ("a.parquet", not_utf8_in_parquet(), r"a\.parquet: cannot be read \(.*utf-8"),
     ],
 )
 def test_errors_name_the_file_the_line_and_a_remedy(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
-    source = "parquet" if name.endswith("parquet") else "jsonl"
     with pytest.raises(ConfigError, match=message) as raised:
-        list(documents(DataConfig(source=source, path=str(tmp_path / name))))
+        list(documents(DataConfig(source="files", path=str(tmp_path / name))))
     assert "\n" not in str(raised.value)
 
 
@@ -188,7 +248,8 @@ def test_only_changed_content_gives_a_corpus_another_identity(tmp_path, kind):
     before = identity(config := kind(first))
     assert identity(config) == before
     shutil.copytree(first, second := tmp_path / "elsewhere" / "second")  # with other times
-    moved = replace(config, path=config.path.replace(str(first), str(second)))
+    paths = [path.replace(str(first), str(second)) for path in patterns(config.path)]
+    moved = replace(config, path=paths if isinstance(config.path, list) else paths[0])
     assert identity(moved) == before
     path = max((path for path in second.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     status = path.stat()
@@ -242,3 +303,24 @@ def test_documents_are_read_lazily(tmp_path):
     """The first document is yielded before the second, which is invalid, is read."""
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "x"}\nnonsense\n')
     assert next(documents(DataConfig(source="jsonl", path=str(Path(tmp_path) / "a.jsonl")))).text == "x"
+
+
+def test_a_list_of_globs_is_written_on_the_command_line():
+    config = compose(["data=files", "data.path=[a/*.txt, b/**/*.jsonl]"]).data
+    assert config.path == ["a/*.txt", "b/**/*.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("source", "path", "message"),
+    [
+        ("text", [], r"data\.path=null|data\.path=\[\]"),
+        ("text", ["README.md", "none/*.txt"], r"data\.path='none/\*\.txt': matches no file"),
+        ("text", ["README.md", 3], r"data\.path=.*: neither a glob of files nor a list of globs; use \["),
+        ("text", {"a": "b"}, r"data\.path=.*: neither a glob of files nor a list of globs; use \["),
+        ("tokens", ["a", "b"], r"data\.path=.*: data\.source=tokens reads one path; set the directory"),
+        ("text", "nosuch://bucket/a.txt", r"nosuch:// is not known; use s3://, gs://, https:// or a local path"),
+    ],
+)
+def test_an_invalid_path_is_rejected(source, path, message):
+    with pytest.raises(ConfigError, match=message):
+        check_data(DataConfig(source=source, path=path, tokenizer_vocab=300), "gpt_tiny")

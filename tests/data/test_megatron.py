@@ -115,7 +115,7 @@ DAMAGES = {
     "a truncated .idx": (lambda idx, bin: cut(idx, -5), r"a\.idx: truncated, 1,237 bytes instead of 1,242; make both"),
     "another file": (lambda idx, bin: patch(idx, 0, b"TNTIDX"), r"a\.idx: not the index of a Megatron dataset; make"),
     "version 2": (lambda idx, bin: patch(idx, 9, b"\x02"), r"a\.idx: version 2 of the format, and only version 1"),
-    "no dtype": (lambda idx, bin: patch(idx, 17, b"\x09"), r"a\.idx: dtype code 9 is none of 1 to 8; make both files"),
+    "no dtype": (lambda idx, bin: patch(idx, 17, b"\x09"), r"a\.idx: dtype code 9 is not between 1 and 8; make both"),
     "floats": (
         lambda idx, bin: patch(idx, 17, b"\x07"),
         r"a\.idx: dtype code 7 means float32, but tokens are integers",
@@ -124,7 +124,10 @@ DAMAGES = {
         lambda idx, bin: cut(bin, -2),
         r"a\.bin: truncated, [\d,]+ bytes, but .*a\.idx states [\d,]+; make",
     ),
-    "a longer sequence": (lambda idx, bin: patch(idx, LENGTHS, b"\x07"), r"a\.idx: damaged, its sequences are not one"),
+    "a longer sequence": (
+        lambda idx, bin: patch(idx, LENGTHS, b"\x07"),
+        r"a\.idx: damaged, its sequences are not consecutive",
+    ),
     "a lost document": (
         lambda idx, bin: patch(idx, 1242 - 8, b"\x01"),
         r"a\.idx: damaged, its documents do not contain",

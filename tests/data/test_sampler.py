@@ -146,6 +146,12 @@ def test_rows_of_a_blend_are_rows_of_its_sources():
         assert (blend.rows(np.array([place])) == sources[source].rows(np.array([source_id]))).all()
 
 
+def test_a_blend_has_the_widest_dtype_of_its_sources():
+    wide = Sequences(Tokens([np.full(9, 70_000, np.uint32)], "uint32", [], 2**17), 4, seed=0, shuffle=False)
+    rows = Blend([make_source(7, 2), wide], [1.0, 1.0]).rows(np.arange(4))
+    assert sorted(rows[:, 0].tolist()) == [7, 7, 70_000, 70_000]
+
+
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_batch_across_the_end_of_an_epoch_has_rows_of_both(shuffle):
     data = Sequences(in_parts(100), length=7, seed=3, shuffle=shuffle)

@@ -1,0 +1,203 @@
+"""The files of a corpus, local or at URLs of fsspec, and their decompressed content."""
+
+import bz2
+import gzip
+import io
+import lzma
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from gpt4d.config import ConfigError, check_remote, is_remote, matching_files
+
+READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError)  # truncated, damaged, or not compressed
+_COMPRESSED_BYTES = 1 << 14  # compressed bytes per call; at the highest ratio, the result has half a gigabyte
+_REMOTE_BYTES = 1 << 20  # bytes per read of a remote file
+# Keys under which file systems store a checksum of the content.
+_TAGS = ("ETag", "etag", "md5Hash", "content_md5", "crc32c")
+
+
+class CorpusFile(NamedTuple):
+    """A file of a corpus.
+
+    Attributes:
+        location: path or URL.
+        size: bytes, 0 if a server does not state them.
+        tag: checksum of the content by a remote file system; empty if unknown.
+    """
+
+    location: str
+    size: int
+    tag: str = ""
+
+    @classmethod
+    def local(cls, path: str | Path) -> "CorpusFile":
+        return cls(str(path), os.stat(path).st_size)
+
+    @property
+    def path(self) -> str:
+        """The absolute path, which for a URL begins with its protocol."""
+        if is_remote(self.location):
+            return "/" + self.location.replace("://", "/", 1)
+        return os.path.abspath(self.location)
+
+    @property
+    def suffixes(self) -> list[str]:
+        """The suffixes of the name, such as .jsonl and .gz; without the query of a URL."""
+        name = urlsplit(self.location).path if self.location.startswith("http") else self.location
+        return PurePosixPath(name).suffixes
+
+    @property
+    def is_compressed(self) -> bool:
+        return self.suffixes[-1:] != [] and self.suffixes[-1] in _DECOMPRESSED
+
+    def open(self) -> io.BufferedReader:
+        """Open the file as it is stored, for reading. Raises OSError."""
+        if not is_remote(self.location):
+            return open(self.location, "rb")
+        return io.BufferedReader(_RemoteFile(self.location), _REMOTE_BYTES)
+
+    def content(self, file: io.BufferedReader) -> io.BufferedIOBase:
+        """Return a reader of the decompressed content of the opened ``file``. Raises EOFError if it is empty."""
+        if not self.is_compressed:
+            return file
+        if not file.peek(1):
+            raise EOFError("the file is empty")
+        return _DECOMPRESSED[self.suffixes[-1]](file)
+
+    def __str__(self) -> str:
+        return self.location
+
+
+def corpus_files(patterns: Iterable[str]) -> list[CorpusFile]:
+    """Return the files that globs match, in the order of their paths, each once.
+
+    Raises ConfigError for a pattern at a URL that matches no file, or that cannot be listed. The configuration checks
+    (gpt4d.config.data_checks) have made sure that local patterns match files.
+    """
+    found: dict[str, CorpusFile] = {}
+    for pattern in patterns:
+        files = _remote_files(pattern) if is_remote(pattern) else map(CorpusFile.local, matching_files(pattern))
+        found |= {file.location: file for file in files}  # a/**/** matches a file several times
+    return sorted(found.values(), key=lambda file: PurePosixPath(file.location).parts)
+
+
+def _remote_files(pattern: str) -> Iterator[CorpusFile]:
+    try:
+        system, path = _file_system(pattern)
+        entries = system.glob(path, detail=True)
+    except ConfigError:
+        raise
+    except Exception as error:  # each file system raises its own types
+        raise ConfigError(
+            f"data.path={pattern}: cannot be listed ({_described(error)}); check the address, the network and the "
+            "credentials"
+        ) from None
+    files = {name: entry for name, entry in entries.items() if entry.get("type", "file") == "file"}
+    if not files:
+        raise ConfigError(f"data.path={pattern}: matches no file; use a URL or glob that exists")
+    for name, entry in files.items():
+        tag = next((str(entry[key]) for key in _TAGS if entry.get(key)), "")
+        yield CorpusFile(system.unstrip_protocol(name), entry.get("size") or 0, tag)
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    """Return the file system of a URL, and the path in it. Raises ConfigError if its package is not installed."""
+    from fsspec.core import url_to_fs
+
+    check_remote(url)
+    return url_to_fs(url)
+
+
+def _described(error: Exception) -> str:
+    """Return an exception as one line; some have no text."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+class _RemoteFile(io.RawIOBase):
+    """A file of fsspec whose errors are OSErrors."""
+
+    def __init__(self, url: str):
+        def opened() -> Any:
+            system, path = _file_system(url)
+            return system.open(path, "rb")
+
+        self._file: Any = self._called(opened)
+
+    def _called(self, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except OSError:
+            raise
+        except Exception as error:  # each file system raises its own types
+            raise OSError(_described(error)) from None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return self._file.seekable()
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._called(lambda: self._file.seek(offset, whence))
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def readinto(self, buffer) -> int:
+        content = self._called(lambda: self._file.read(len(buffer)))
+        buffer[: len(content)] = content
+        return len(content)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+
+def _decompress_zstd(file: io.BufferedReader) -> Iterator[bytes]:
+    """Yield the content of all zstandard frames. Raises EOFError for a truncated one, OSError for an invalid one."""
+    import zstandard
+
+    frame, rest = None, b""
+    try:
+        while content := rest or file.read(_COMPRESSED_BYTES):
+            if frame is None or frame.eof:
+                frame = zstandard.ZstdDecompressor().decompressobj()
+            yield frame.decompress(content)
+            rest = frame.unused_data if frame.eof else b""
+    except zstandard.ZstdError as error:
+        raise OSError(str(error)) from None
+    if frame is None or not frame.eof:
+        raise EOFError("the file is truncated")
+
+
+class _ChunkReader(io.RawIOBase):
+    """A readable file over an iterator of byte chunks."""
+
+    def __init__(self, chunks: Iterator[bytes]):
+        self.chunks, self.current = chunks, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self.current:
+            chunk = next(self.chunks, None)
+            if chunk is None:
+                return 0
+            self.current = memoryview(chunk)
+        size = min(len(buffer), len(self.current))
+        buffer[:size], self.current = self.current[:size], self.current[size:]
+        return size
+
+
+_DECOMPRESSED: dict[str, Callable[[io.BufferedReader], Any]] = {
+    ".gz": gzip.open,
+    ".xz": lzma.open,
+    ".bz2": bz2.open,
+    ".zst": lambda file: io.BufferedReader(_ChunkReader(_decompress_zstd(file))),
+}
