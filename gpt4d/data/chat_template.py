@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from gpt4d.config import ConfigError
 from gpt4d.data import tokenizers
 from gpt4d.data.conversations import ASSISTANT, Conversation
-from gpt4d.data.sources import one_line
+from gpt4d.runtime.errors import one_line
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]  # begin and end of a part of a text, in characters

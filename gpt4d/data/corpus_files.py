@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from gpt4d.config import ConfigError, check_remote, is_remote, matching_files
+from gpt4d.runtime.errors import one_line
 
 READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError)  # truncated, damaged, or not compressed
 _COMPRESSED_BYTES = 1 << 14  # compressed bytes per call; at the highest ratio, the result has half a gigabyte
 _REMOTE_BYTES = 1 << 20  # bytes per read of a remote file
+_TIMEOUT_S = 300.0  # for a web server that sends nothing
 # Keys under which file systems store a checksum of the content.
 _TAGS = ("ETag", "etag", "md5Hash", "content_md5", "crc32c")
 
@@ -47,7 +49,7 @@ class CorpusFile(NamedTuple):
     @property
     def suffixes(self) -> list[str]:
         """The suffixes of the name, such as .jsonl and .gz; without the query of a URL."""
-        name = urlsplit(self.location).path if self.location.startswith("http") else self.location
+        name = urlsplit(self.location).path if _is_http(self.location) else self.location
         return PurePosixPath(name).suffixes
 
     @property
@@ -93,7 +95,7 @@ def _remote_files(pattern: str) -> Iterator[CorpusFile]:
         raise
     except Exception as error:  # each file system raises its own types
         raise ConfigError(
-            f"data.path={pattern}: cannot be listed ({_described(error)}); check the address, the network and the "
+            f"data.path={pattern}: cannot be listed ({one_line(error)}); check the address, the network and the "
             "credentials"
         ) from None
     files = {name: entry for name, entry in entries.items() if entry.get("type", "file") == "file"}
@@ -109,22 +111,28 @@ def _file_system(url: str) -> tuple[Any, str]:
     from fsspec.core import url_to_fs
 
     check_remote(url)
-    return url_to_fs(url)
+    if not _is_http(url):
+        return url_to_fs(url)
+    import aiohttp
+
+    # By default, a file has 300 s.
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT_S, sock_read=_TIMEOUT_S)
+    return url_to_fs(url, client_kwargs={"timeout": timeout})
 
 
-def _described(error: Exception) -> str:
-    """Return an exception as one line; some have no text."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
+def _is_http(url: str) -> bool:
+    return url.startswith(("http://", "https://"))
 
 
 class _RemoteFile(io.RawIOBase):
-    """A file of fsspec whose errors are OSErrors."""
+    """A file of fsspec whose errors are OSErrors. A file of a web server, which may lack ranges, is not seekable."""
 
     def __init__(self, url: str):
         def opened() -> Any:
             system, path = _file_system(url)
-            return system.open(path, "rb")
+            return system.open(path, "rb", **({"block_size": 0} if self._streamed else {}))
 
+        self._streamed, self._ended = _is_http(url), False
         self._file: Any = self._called(opened)
 
     def _called(self, work: Callable[[], Any]) -> Any:
@@ -133,13 +141,13 @@ class _RemoteFile(io.RawIOBase):
         except OSError:
             raise
         except Exception as error:  # each file system raises its own types
-            raise OSError(_described(error)) from None
+            raise OSError(one_line(error)) from None
 
     def readable(self) -> bool:
         return True
 
     def seekable(self) -> bool:
-        return self._file.seekable()
+        return not self._streamed
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         return self._called(lambda: self._file.seek(offset, whence))
@@ -148,7 +156,9 @@ class _RemoteFile(io.RawIOBase):
         return self._file.tell()
 
     def readinto(self, buffer) -> int:
-        content = self._called(lambda: self._file.read(len(buffer)))
+        # A streamed file warns of reads after its end.
+        content = b"" if self._ended else self._called(lambda: self._file.read(len(buffer)))
+        self._ended = self._streamed and not content
         buffer[: len(content)] = content
         return len(content)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from gpt4d.config import ConfigError, DataConfig, file_source, patterns
 from gpt4d.data import conversations, sources
 from gpt4d.data.corpus_files import READ_ERRORS, CorpusFile, corpus_files
-from gpt4d.data.sources import one_line
+from gpt4d.runtime.errors import one_line
 
 _BATCH_ROWS = 1000
 Batches = Iterator[tuple[Any, float]]  # batches of rows, each with the fraction of the file that is read

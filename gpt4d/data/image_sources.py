@@ -9,7 +9,7 @@ import numpy as np
 from gpt4d.config import ConfigError, DataConfig, matching_files, patterns
 from gpt4d.data import sources
 from gpt4d.data.corpus_files import CorpusFile
-from gpt4d.data.sources import one_line
+from gpt4d.runtime.errors import one_line
 
 _MODES = {1: "L", 3: "RGB"}
 

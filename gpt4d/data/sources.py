@@ -13,6 +13,7 @@ from gpt4d.config import ConfigError, DataConfig
 from gpt4d.data import hub
 from gpt4d.data.corpus_files import CorpusFile
 from gpt4d.files import checksum
+from gpt4d.runtime.errors import one_line
 
 COMPARED_BYTES = 1 << 30  # read from a corpus at each start to identify it: one to a few seconds
 _BLOCKS = 16
@@ -77,11 +78,6 @@ def is_held_out(content: bytes | memoryview, fraction: float) -> bool:
     """Return whether a sample is in the validation split. Its hash decides, so further samples do not move it."""
     digest = hashlib.sha256(content).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
-
-
-def one_line(error: Exception) -> str:
-    """Return a library's error message as one line of limited length."""
-    return " ".join(str(error).split())[:300]
 
 
 def hub_rows(config: DataConfig) -> Iterator[tuple[dict, str]]:

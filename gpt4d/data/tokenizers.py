@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from gpt4d.config import ConfigError, DataConfig, tokenizer_file
 from gpt4d.data import hub
-from gpt4d.data.sources import one_line
 from gpt4d.data.splitting import PIECE_CHARACTERS, split_text, split_words
+from gpt4d.runtime.errors import one_line
 
 FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"

@@ -17,9 +17,9 @@ from omegaconf import OmegaConf
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import ConfigError, DataConfig
 from gpt4d.data.images import ImageFiles, image_files
-from gpt4d.data.sources import one_line
 from gpt4d.parallel.stage import Stage
 from gpt4d.runtime.consensus import all_gather_json, run_on_all_ranks, run_on_rank0
+from gpt4d.runtime.errors import one_line
 from gpt4d.task.image_generation import generated_images
 from gpt4d.task.patch_statistics import FeatureStatistics, frechet_distance, patch_statistics
 from gpt4d.task.task import Artifact

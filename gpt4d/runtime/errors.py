@@ -29,6 +29,11 @@ class OutOfMemory(RankError):
     """Error of one rank whose memory is exhausted."""
 
 
+def one_line(error: Exception) -> str:
+    """Return a library's error message as one line of limited length; the type of the error if it has no message."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Print a ConfigError (Hydra's and OmegaConf's errors included) as one line and exit with code 1 (PortTaken: 75).

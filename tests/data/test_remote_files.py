@@ -42,10 +42,13 @@ def memory(request):
 
 @pytest.fixture
 def server(tmp_path):
-    """Return the URL of a server of the files in ``tmp_path``."""
+    """Return the URL of a server of the files in ``tmp_path`` that rejects requests for a range of bytes."""
 
     class Handler(SimpleHTTPRequestHandler):
         def log_message(self, *_): ...
+
+        def do_GET(self):
+            return self.send_error(501) if self.headers["Range"] else super().do_GET()
 
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(tmp_path))) as running:
         threading.Thread(target=running.serve_forever).start()
