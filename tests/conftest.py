@@ -74,6 +74,7 @@ def tiny(corpus, tmp_path_factory, tmp_path):
                 "train.batch_size=16",
                 "train.steps=20",
                 "train.validate_every=0",
+                "optim.algorithm=adamw",
                 "optim.warmup_steps=5",
                 "optim.lr=0.005",
                 "checkpoint.every=0",

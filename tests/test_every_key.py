@@ -90,7 +90,7 @@ RESULTS = {
         "optim.epsilon": 1e-6, "optim.weight_decay": 0, "optim.clip_norm": 0, "optim.ema_decay": 0.9,
         "checkpoint.init": "runs/other", "lora.rank": 2, "lora.alpha": 3, "lora.targets": "[qkv]",
         "model.base_hidden": 32, "optim.width_transfer": "true",
-        "optim.algorithm": "muon", "optim.lr_factors.matrices": 2, "optim.lr_factors.embeddings": 2,
+        "optim.algorithm": "adamw", "optim.lr_factors.matrices": 2, "optim.lr_factors.embeddings": 2,
         "optim.lr_factors.head": 2, "optim.lr_factors.adapters": 2, "optim.lr_factors.vectors": 2,
         "optim.weight_decays.matrices": 0.2, "optim.weight_decays.embeddings": 0.2, "optim.weight_decays.head": 0.2,
         "optim.weight_decays.adapters": 0.2, "optim.weight_decays.vectors": 0.2,

@@ -12,6 +12,7 @@ from gpt4d.model import registry  # noqa: F401 – registers the families' setti
 from gpt4d.validation import validate
 
 TEXT, PICTURES = "model=gpt_tiny", "model=unet_tiny"
+ADAMW = "optim.algorithm=adamw"
 STAGES = "parallel.pipeline.stages=2"
 CASES = [  # an unused key, the reason, and the setting that makes a run read it
     ([TEXT, "data.path=book.txt"], "data.source=sotu reads no path; add data=text", ["data=text"]),
@@ -65,7 +66,7 @@ CASES = [  # an unused key, the reason, and the setting that makes a run read it
     ],
     ([TEXT, "logging.wandb.project=a"], "logging.wandb.mode=disabled does not read it", ["logging.wandb.mode=offline"]),
     *[
-        ([TEXT, f"optim.muon.{key}={value}"], "optim.algorithm=adamw does not read it", ["optim.algorithm=muon"])
+        ([TEXT, ADAMW, f"optim.muon.{key}={value}"], "optim.algorithm=adamw does not read it", ["optim.algorithm=muon"])
         for key, value in (("momentum", 0.9), ("nesterov", "false"), ("steps", 6), ("coefficients", "[3,-4,2]"),
                            ("epsilon", 1e-6), ("scale", "original"))
     ],

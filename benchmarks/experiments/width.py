@@ -73,7 +73,8 @@ def train(settings: Settings, width: int, transfer: bool, exponent: int, seed: i
     overrides = [
         "model=gpt_tiny", "model.vocab_size=1024", "data.tokenizer_vocab=1024",
         f"model.hidden={width}", f"model.heads={width // _HEAD_SIZE}",
-        f"model.layers={settings.layers}", f"optim.lr={2.0**exponent}", f"optim.warmup_steps={settings.steps // 2}",
+        f"model.layers={settings.layers}", "optim.algorithm=adamw",
+        f"optim.lr={2.0**exponent}", f"optim.warmup_steps={settings.steps // 2}",
         f"train.batch_size={settings.batch}", f"train.seq_len={settings.length}", f"train.steps={settings.steps}",
         f"train.seed={seed}", "train.validation_batches=16", f"train.validate_every={settings.steps}",
         "logging.sample_tokens=0", "checkpoint.every=0", f"run.dir={run_dir}", f"data.cache_dir={directory / 'cache'}",

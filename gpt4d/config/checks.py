@@ -197,7 +197,7 @@ def _check_lora(config: Config, family: ModelFamily) -> None:
     if config.optim.uses_muon:
         raise ConfigError(
             f"optim.algorithm=muon: lora.rank={lora.rank} freezes the weights that Muon updates, and adapters train "
-            "with AdamW; leave optim=muon out"
+            "with AdamW; use train=finetune, or optim.algorithm=adamw with a lower optim.lr"
         )
     if config.train.precision == "fp8":
         raise ConfigError(

@@ -89,6 +89,7 @@ def draw(seed: int) -> Case:
     own |= of_batch
     shared: Settings = {
         "train.batch_size": batch,
+        "optim.algorithm": "adamw",
         "optim.clip_norm": draw.choice((0.0, 0.3, 100.0)),
         # Some gradients, such as the gradients of the keys' biases, are 0 but for rounding. AdamW divides them by this.
         "optim.epsilon": 1e-6,

@@ -48,6 +48,7 @@ _COMMON = [
     "train.validation_batches=0",
     "checkpoint.every=0",
     "logging.sample_tokens=0",
+    "optim.algorithm=adamw",
     "optim.warmup_steps=5",
 ]
 _TEXT = ["data=jsonl", "data.processes=1"]

@@ -29,8 +29,14 @@ class Case(NamedTuple):
 _DOCUMENTS = "data.reset_attention=true"
 OPTIONS = {
     "GPT compiled": Case(["model.dropout=0.1"], compiled=True),
-    "GPT with documents, selective checkpointing, chunks of the loss": Case(
-        ["model.dropout=0.1", _DOCUMENTS, "train.activation_checkpointing=selective", "train.loss_chunks=4"]
+    "GPT with documents, selective checkpointing, chunks of the loss, Muon": Case(
+        [
+            "model.dropout=0.1",
+            _DOCUMENTS,
+            "train.activation_checkpointing=selective",
+            "train.loss_chunks=4",
+            "optim.algorithm=muon",
+        ]
     ),
     "GPT with chunks, weights cached per step, full checkpointing": Case(
         [

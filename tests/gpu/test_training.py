@@ -39,7 +39,7 @@ def test_training_agrees_with_the_cpu_and_resumes_bit_by_bit(check: Check) -> No
         "train.compile=false",
         "logging.every=1",
         "model.dropout=0.1",
-        # At gpt_tiny's own 4e-3 training is at the edge of stability, which amplifies rounding errors.
+        # At gpt_tiny's best 4e-3 training is at the edge of stability, which amplifies rounding errors.
         "optim.lr=1e-3",
     ]
 

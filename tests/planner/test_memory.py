@@ -26,7 +26,8 @@ U_NET = (
     "model.head_size=16",
     "model.groups=8",
 )
-MODEL = ("model.layers=6", "model.hidden=64", "model.heads=4", "model.vocab_size=256", "model.max_positions=32")
+MODEL = ("model.layers=6", "model.hidden=64", "model.heads=4", "model.vocab_size=256", "model.max_positions=32",
+         "optim.algorithm=adamw")  # fmt: skip
 
 LLAMA = ("model=llama_tiny", *MODEL, "model.key_value_heads=2", "model.head_size=16", "model.inner=176")
 
@@ -98,6 +99,8 @@ def test_weights_gradients_and_states_take_what_the_layouts_say(ranks, sizes, sh
     ("sizes", "overrides"),
     [
         (GridSizes(), []),
+        (GridSizes(1, 2, 1, 2), ["optim.algorithm=muon", "train.micro_batch_size=2"]),
+        full(GridSizes(1, 1, 2, 2), ["optim.algorithm=muon", "optim.shard_states=true"]),
         full(GridSizes(1, 2, 1, 1), []),
         full(GridSizes(2, 1, 2, 1), []),
         (GridSizes(1, 1, 2, 2), ["train.micro_batch_size=2"]),

@@ -32,7 +32,7 @@ LINKS = ClusterConfig(
 )
 MODEL = (
     "model.layers=3", "model.hidden=64", "model.heads=4", "model.vocab_size=128", "model.max_positions=16",
-    "train.batch_size=16",
+    "train.batch_size=16", "optim.algorithm=adamw",
 )  # fmt: skip
 
 

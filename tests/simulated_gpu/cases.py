@@ -89,7 +89,7 @@ FACTORS: dict[str, dict[str, Option]] = {
     "chunks": {str(count): Option({"parallel.chunks": count}) for count in (1, 2)},
     "tokens": {"unsplit": Option({}), "split": Option({"parallel.sequence_parallel": True}, _TEXT)},
     "states": {"replicated": Option({}), "sharded": Option({"optim.shard_states": True})},
-    "optimizer": {"adamw": Option({}), "muon": Option({"optim.algorithm": "muon"})},
+    "optimizer": {"adamw": Option({"optim.algorithm": "adamw"}), "muon": Option({"optim.algorithm": "muon"})},
     "documents": {"joined": Option({}), "separate": Option({"data.reset_attention": True}, _TEXT)},
     "averages": {"none": Option({}), "averages": Option({"optim.ema_decay": 0.9})},
     "loss": {"at once": Option({}), "in chunks": Option({"train.loss_chunks": 2}, _TEXT)},
