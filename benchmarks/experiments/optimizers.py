@@ -1,10 +1,11 @@
 """Steps and seconds that Muon takes to AdamW's final validation loss.
 
-    python -m benchmarks optimizers [model=gpt_tiny] [steps=600] [seeds=3] [adamw=0.004] [muon=0.016] \
-[out=benchmarks/results/optimizers]
+    python -m benchmarks optimizers [model=gpt_tiny] [overrides='train.batch_size=8 …'] [steps=600] [seeds=3] \
+[adamw=0.004] [muon=0.016] [out=benchmarks/results/optimizers]
 
 Each seed is a run of train.py with each optimizer, one after the other, on this machine alone. ``adamw`` and ``muon``
-are the tuned learning rates. A run validates every ``every`` steps. Validation and saving do not count as seconds.
+are the tuned learning rates, and ``overrides`` are further settings of all runs. A run validates every ``every`` steps.
+Validation and saving do not count as seconds.
 """
 
 import json
@@ -25,6 +26,7 @@ PACKAGES = ("torch",)
 @dataclass
 class Settings:
     model: str = "gpt_tiny"
+    overrides: str = ""
     steps: int = 600
     seeds: int = 3
     every: int = 20
@@ -50,6 +52,7 @@ def train(settings: Settings, optimizer: str, seed: int, directory: Path) -> lis
         f"train.steps={settings.steps}", f"train.seed={seed}", f"train.validate_every={settings.every}",
         "logging.every=1", "logging.sample_tokens=0", "checkpoint.every=0", f"run.dir={run_dir}",
         f"data.cache_dir={directory / 'cache'}",
+        *settings.overrides.split(),
     ]  # fmt: skip
     subprocess.run([sys.executable, "train.py", *overrides], check=True, stdout=subprocess.DEVNULL)
     seconds, curve = 0.0, []
