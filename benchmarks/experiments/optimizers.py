@@ -3,7 +3,7 @@
     python -m benchmarks optimizers [model=gpt_tiny] [overrides='train.batch_size=8 …'] [steps=600] [seeds=3] \
 [adamw=0.004] [muon=0.016] [out=benchmarks/results/optimizers]
 
-Each seed is a run of train.py with each optimizer, one after the other, on this machine alone. ``adamw`` and ``muon``
+For each seed, train.py runs with AdamW and then with Muon, on this machine alone. ``adamw`` and ``muon``
 are the tuned learning rates, and ``overrides`` are further settings of all runs. A run validates every ``every`` steps.
 Validation and saving do not count as seconds.
 """

@@ -62,7 +62,7 @@ class _Message(NamedTuple):
 
 @dataclass(frozen=True)
 class _Program:
-    """What this rank does in one exchange. Messages are listed by the index of the peer.
+    """The messages of this rank in one exchange, and its own matrices. Messages are listed by the index of the peer.
 
     Attributes:
         sends: parts of the momentum that this rank sends to each home.

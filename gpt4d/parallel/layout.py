@@ -88,7 +88,7 @@ class ParameterSpec:
     mean: float = 0.0  # initial values are mean + std · normal
     std: float = 0.0
     group: str = "vectors"  # one of GROUPS, which decides about learning rate and weight decay
-    matrices: Matrices | None = None  # of a weight in the group matrices
+    matrices: Matrices | None = None  # the matrices of a weight in the group "matrices"
     streamed: bool = False  # the sharded weights gather it over z before each use
     float8: bool = False  # with train.precision=fp8, it is gathered and multiplied in float8
     between_layers: bool = False  # with parallel.sequence_parallel, it acts on tokens that x splits
