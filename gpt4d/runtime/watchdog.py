@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from gpt4d.runtime import gpu, hangs
 from gpt4d.runtime.deadline_store import DeadlineStore, StoreLost
-from gpt4d.runtime.hangs import HangDetector, HangReport
+from gpt4d.runtime.hangs import HangDescription, HangDetector, HangReport
 
 HEARTBEAT_S = 1.0  # between two heartbeats
 SILENT_S = 40.0  # a rank without a heartbeat, or a store without an answer, for this long is lost
@@ -78,6 +78,8 @@ class Watchdog:
         self.record_failure: Callable[[str], None] | None = None  # writes to the run's files why the job ends
         self.finish_save: Callable[[float], None] | None = None  # lets a pending save end, at most for some seconds
         self._limited: tuple[str, float] | None = None  # activity of the main thread, and its deadline
+        self._description: HangDescription | None = None  # this rank's description of a hang
+        self._describing = threading.Lock()
         self._stopped = threading.Event()
         self._resumed_at = 0.0  # when this process last resumed after it was suspended
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -129,12 +131,20 @@ class Watchdog:
         return Failure(ranks[0], self._host(ranks[0]), _LOST, lost=ranks)
 
     def _described(self, failure: Failure) -> Failure:
-        """Return ``failure``. If it is a hang, add the message that all ranks determine together."""
+        """Return ``failure``. If it is a hang, add the message that all ranks determine together.
+
+        The main thread may fail after the watchdog's thread has described the hang, because another rank has ended. The
+        first description and its record remain.
+        """
         if failure.waiting and self.hang_detector:
             report = HangReport(self.store, self.rank, self._name, HEARTBEAT_S)
             try:
-                if description := report.describe(failure.rank, failure.waiting, self.hang_detector):
-                    failure.message, failure.lost = description
+                with self._describing:
+                    self._description = self._description or report.describe(
+                        failure.rank, failure.waiting, self.hang_detector
+                    )
+                if self._description:
+                    failure.message, failure.lost = self._description
             except StoreLost as error:
                 if not error.ended:  # otherwise rank 0 has printed the message and ended
                     raise
