@@ -17,7 +17,7 @@ _X: dict[str, Callable[[Point], float]] = {
 X_AXES = tuple(_X)
 
 
-def plot_losses(runs: Mapping[str, History], path: Path, x: str = "tokens", title: str = "") -> None:
+def plot_losses(runs: Mapping[str, History], path: Path, *x_axes: str, title: str = "") -> None:
     """Plot training losses as lines, smoothed by the means of intervals, and validation losses as points.
 
     The points of each validation set have a marker, and for a single run also a color, of their own.
@@ -25,16 +25,34 @@ def plot_losses(runs: Mapping[str, History], path: Path, x: str = "tokens", titl
     Args:
         runs: the histories of the runs by name.
         path: the file to write; its suffix is the format.
-        x: step, tokens (or images, if the runs count images) or hours.
+        x_axes: one panel for each: step, tokens (or images, if the runs count images) or hours; by default tokens.
         title: the title of the plot.
     """
-    from matplotlib import colormaps
     from matplotlib.figure import Figure
+
+    x_axes = x_axes or ("tokens",)
+    several = len(runs) > 1
+    figure = Figure(figsize=(8 + 4 * (len(x_axes) - 1) + 2 * several, 5), layout="constrained")
+    panels = figure.subplots(1, len(x_axes), sharey=True, squeeze=False)[0]
+    for panel, x in zip(panels, x_axes, strict=True):
+        markers = _plot_panel(panel, runs, x)
+    unit = _unit(runs)
+    names = ", ".join(f"{_MARKER_NAMES[_MARKERS.index(marker)]}: {name}" for name, marker in markers.items())
+    panels[0].set_ylabel(f"loss per {unit.removesuffix('s')}" + (f" ({names})" if several else ""))
+    figure.suptitle(title)
+    if several and len(runs) <= _MAX_LEGEND:
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
+    elif not several:
+        panels[0].legend()
+    figure.savefig(path, dpi=120)
+
+
+def _plot_panel(axes: Any, runs: Mapping[str, History], x: str) -> dict[str, str]:
+    """Plot the losses of ``runs`` over ``x``. Return the marker of each validation set by its label."""
+    from matplotlib import colormaps
     from matplotlib.ticker import EngFormatter
 
     several = len(runs) > 1
-    figure = Figure(figsize=(10 if several else 8, 5), layout="constrained")
-    axes = figure.add_subplot()
     colors = colormaps["tab10"].colors if len(runs) <= 10 else colormaps["viridis"].resampled(len(runs)).colors  # type: ignore[attr-defined]
     initial, markers = [], dict[str, str]()
     for (name, history), color in zip(runs.items(), colors, strict=False):
@@ -49,16 +67,12 @@ def plot_losses(runs: Mapping[str, History], path: Path, x: str = "tokens", titl
             axes.plot(of_x(points), of_loss(points), marker if several else f"{marker}--", **style)
     if initial:  # a diverged loss must not flatten the remaining curves
         axes.set_ylim(top=min(axes.get_ylim()[1], 1.1 * max(initial)))
-    unit = next((history.unit for history in runs.values()), "tokens")
-    axes.set_xlabel({"step": "step", "tokens": f"{unit} seen", "hours": "hours"}[x])
-    names = ", ".join(f"{_MARKER_NAMES[_MARKERS.index(marker)]}: {name}" for name, marker in markers.items())
-    axes.set_ylabel(f"loss per {unit.removesuffix('s')}" + (f" ({names})" if several else ""))
+    axes.set_xlabel({"step": "step", "tokens": f"{_unit(runs)} seen", "hours": "hours"}[x])
     if x == "tokens":
         axes.xaxis.set_major_formatter(EngFormatter())
-    axes.set_title(title)
     axes.grid(alpha=0.3)
-    if several and len(runs) <= _MAX_LEGEND:
-        figure.legend(loc="outside right upper", fontsize="small")
-    elif not several:
-        axes.legend()
-    figure.savefig(path, dpi=120)
+    return markers
+
+
+def _unit(runs: Mapping[str, History]) -> str:
+    return next((history.unit for history in runs.values()), "tokens")

@@ -108,7 +108,7 @@ class Fault:
     @property
     def is_harmless(self) -> bool:
         """Whether the run continues."""
-        return self.kind == FULL and self.phase in _HARMLESS
+        return (self.kind == FULL and self.phase in _HARMLESS) or (self.kind == RAISED and self.phase == "plot")
 
     @property
     def resumes_first(self) -> bool:
