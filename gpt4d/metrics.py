@@ -1,23 +1,20 @@
-"""Reports of a run: metrics.jsonl, console, Weights & Biases; peak FLOP/s and memory of a device."""
+"""Reports of a run: metrics.jsonl, console, trackers; peak FLOP/s and memory of a device."""
 
 import json
 import math
 import os
 import sys
 import time
-import uuid
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 
-from gpt4d import activity
-from gpt4d.config import Config, ConfigError
+from gpt4d.config import Config
 from gpt4d.config.machine import gpu_model
 from gpt4d.files import read_json_lines
 from gpt4d.runs.tables import duration
-from gpt4d.writing import LineLog, required_file
+from gpt4d.trackers.registry import start_trackers
+from gpt4d.writing import LineLog
 
 _LARGEST_EXPONENT = 700.0  # math.exp overflows above 709
 
@@ -61,9 +58,8 @@ class RunLogger:
         self.file = LineLog(run_dir / "metrics.jsonl")
         earlier = read_json_lines(run_dir / "metrics.jsonl")
         self.began_s = time.monotonic() - (earlier[-1]["elapsed_s"] if earlier else 0.0)
-        self.wandb = _start_wandb(config, run_dir)
+        self.trackers = start_trackers(config, run_dir, earlier)
         self.line = _ProgressLine()
-        self.wandb_step = 0
         self.average_step_s = 0.0
 
     def step(self, values: dict) -> None:
@@ -96,12 +92,7 @@ class RunLogger:
 
     def _write(self, values: dict) -> None:
         self.file.append(self._line(values))
-        if self.wandb:
-            prefix = f"{values['event']}/" if "event" in values else ""
-            scalars = {prefix + k: v for k, v in _flatten(values).items() if isinstance(v, int | float)}
-            # wandb requires increasing steps, but an asynchronous save is reported some steps after its own.
-            self.wandb_step = max(self.wandb_step, values.get("step", 0))
-            self.wandb.log(scalars, step=self.wandb_step)
+        self.trackers.log(values)
 
     def reopen(self) -> None:
         """Continue in a new file, after the run directory was created again."""
@@ -111,10 +102,7 @@ class RunLogger:
         """Close all outputs. A second call does nothing."""
         self.line.close()
         self.file.close()
-        if self.wandb:
-            with activity.unlimited():
-                self.wandb.finish()
-            self.wandb = None
+        self.trackers.close()
 
 
 class NullLogger:
@@ -158,35 +146,6 @@ class _ProgressLine:
             self.open = False
 
 
-def _start_wandb(config: Config, run_dir: Path):
-    wandb_config = config.logging.wandb
-    if wandb_config.mode == "disabled":
-        return None
-    import wandb
-
-    # A restarted run reuses its id, so that wandb continues its curves.
-    id_file = run_dir / "wandb_id"
-    if not id_file.exists():
-        with required_file(id_file):
-            id_file.write_text(uuid.uuid4().hex[:12])
-    try:
-        with activity.unlimited():  # wandb has its own timeout
-            return wandb.init(
-                project=wandb_config.project,
-                name=config.run.name,
-                id=id_file.read_text(),
-                resume="allow",
-                mode=cast(Any, wandb_config.mode),  # checked by config.checks
-                dir=str(run_dir),
-                config=asdict(config),
-            )
-    except wandb.errors.Error as error:  # no key, no network, an invalid project
-        raise ConfigError(
-            f"logging.wandb.mode={wandb_config.mode} logging.wandb.project={wandb_config.project}: wandb reports "
-            f"{' '.join(str(error).split())!r}; correct it, or set logging.wandb.mode=disabled"
-        ) from None
-
-
 def of_loss(total: float, units: int, text_bytes: int | None) -> dict[str, float]:
     """Return the loss per unit, and for text the perplexity per unit and the bits per byte.
 
@@ -222,10 +181,3 @@ def without_nan(values):
     if isinstance(values, list | tuple):
         return [without_nan(value) for value in values]
     return None if isinstance(values, float) and not math.isfinite(values) else values
-
-
-def _flatten(values: dict, prefix: str = "") -> dict:
-    flat: dict = {}
-    for key, value in values.items():
-        flat |= _flatten(value, f"{prefix}{key}/") if isinstance(value, dict) else {prefix + key: value}
-    return flat

@@ -35,7 +35,7 @@ from gpt4d.runtime.watchdog import Watchdog
 from gpt4d.step import TrainStep, build_stage, connect_stages
 from gpt4d.task import registry as tasks
 from gpt4d.task.task import ValidationSet
-from gpt4d.writing import optional_file, required_file
+from gpt4d.writing import optional_file, required_file, warn
 
 _SLOW_STEPS = 2  # lazy initialization slows the first steps of a job
 
@@ -111,6 +111,7 @@ class Trainer:
         self.validation_loss: float | None = None
         self.started_at: float | None = None  # time of this start in starts.jsonl; only on rank 0
         self.log: metrics.RunLogger | metrics.NullLogger = metrics.NullLogger()
+        self.history: History | None = None  # only on rank 0
 
     @contextmanager
     def _connecting(self, name: str) -> Iterator[None]:
@@ -144,7 +145,7 @@ class Trainer:
             if self.watchdog and not isinstance(error, RAISED_ON_ALL_RANKS):
                 raise
             if self.started_at and isinstance(error, Exception):
-                self.log.failed(f"{type(error).__name__}: {error}")
+                self._record_failure(f"{type(error).__name__}: {error}")
             self._close()
             raise
         self._close()
@@ -185,6 +186,8 @@ class Trainer:
             if reporting or stopping:
                 self.log.step(self.meter.measure(step_metrics, progress, self.log))
                 losses = self._validate() if validating else {}
+                if validating and not last:  # the end of the run plots the losses of the last step
+                    run_on_rank0(self._plot_losses, "plotting the losses")
                 if self.evaluation and evaluating:
                     self.evaluation.report(self.log, progress)
                 if (saving or stopping) and self.monitor.is_finite:
@@ -199,6 +202,7 @@ class Trainer:
             reason = stop.signal or "another rank received a signal"
             message = f"{reason}: stopped after step {progress.step}; run the same command to resume"
             self.log.event("signal", message, **progress.values(self.task.unit), signal=stop.signal)
+            run_on_rank0(self._plot_losses, "plotting the losses")
             raise signals.Stopped
 
     def _step(self, stop: StopRequest) -> PendingMetrics:
@@ -279,6 +283,7 @@ class Trainer:
             )
         if not found:
             self.log.reopen()
+            self.history = None
             message = f"warning: {self.run_dir} was removed during the run; it is created again"
             self.log.event("removed", message, step=self.progress.step)
             self._record_start()
@@ -294,7 +299,13 @@ class Trainer:
         self.started_at = starts.record(self.config, step, self.hosts, grids, identity, changes, initial)
         self.log.start(**self.progress.values(self.task.unit))
         if self.watchdog:
-            self.watchdog.record_failure = self.log.failed
+            self.watchdog.record_failure = self._record_failure
+
+    def _record_failure(self, problem: str) -> None:
+        """Write that the job ends with an error, plot the losses and close the log. Any thread of rank 0 may call it."""
+        self.log.failed(problem)
+        self._plot_losses()
+        self.log.close()  # a tracker may lose values that it has not written when the process ends
 
     def _finish(self) -> None:
         """Report a sample, the final validation loss and the location of the outputs."""
@@ -305,12 +316,27 @@ class Trainer:
 
     def _report_end(self) -> None:
         validation = f"validation loss {self.validation_loss:.4f}, " if self.validation_loss else ""
-        curve = self.run_dir / "loss.png"
-        with optional_file(curve):
-            plot_losses({self.run_dir.name: History(self.run_dir)}, curve, title=self.run_dir.name)
+        self._plot_losses()
         peak = metrics.peak_memory_gib(self.device)
-        message = f"done: {validation}{peak:.2f} GiB at peak, run {self.run_dir}, loss curve {curve}"
+        message = f"done: {validation}{peak:.2f} GiB at peak, run {self.run_dir}, loss curve {self._curve}"
         self.log.event("done", message, **self.progress.values(self.task.unit), validation_loss=self.validation_loss)
+
+    @property
+    def _curve(self) -> Path:
+        return self.run_dir / "loss.png"
+
+    def _plot_losses(self) -> None:
+        """Plot the losses of the run on rank 0. An error is a warning, because a run must not end for its plot."""
+        partial = self._curve.with_name("loss.partial.png")  # the end of a failed job may cut off the plot
+        try:
+            with optional_file(self._curve):
+                # The history reads only new lines, so the time for a plot does not grow with the run.
+                self.history = self.history or History(self.run_dir)
+                self.history.update()
+                plot_losses({self.run_dir.name: self.history}, partial, "tokens", "hours", title=self.run_dir.name)
+                partial.replace(self._curve)
+        except Exception as error:
+            warn(f"{self._curve}: {type(error).__name__}: {error}")
 
 
 def _due(step: int, every: int) -> bool:

@@ -8,6 +8,7 @@ from gpt4d.plan import ParallelPlan
 from gpt4d.planner.fitting import check_memory
 from gpt4d.planner.resolve import resolve
 from gpt4d.task import registry as tasks
+from gpt4d.trackers.registry import check_trackers
 
 
 def validate(config: Config, world_size: int) -> ParallelPlan:
@@ -20,6 +21,7 @@ def validate(config: Config, world_size: int) -> ParallelPlan:
     check_pipeline(config)
     tasks.get(family.task).check(config)
     check_unused(config)
+    check_trackers(config)
     if config.train.epochs is None:  # else the data determine the number of steps
         check_schedule(config)
     if config.evaluate.tasks:

@@ -35,7 +35,7 @@ NONE_RUN = (
      "train.max_skipped=3", "train.validate_every=1", "train.validation_batches=1", "checkpoint.every=1",
      "checkpoint.keep=1", "checkpoint.keep_every=2", "checkpoint.async_save=false", "checkpoint.resume=never",
      "checkpoint.allow_changes=[optim.lr]", "run.dry=true", "run.world_size=2", "logging.every=3",
-     "logging.wandb.mode=offline", "logging.wandb.project=other", "logging.sample_prompt=alpha",
+     "logging.trackers=[wandb]", "logging.project=other", "logging.online=true", "logging.sample_prompt=alpha",
      "logging.sample_tokens=2", "profile.steps=3",
      "evaluate.every=1", "evaluate.tasks=", "evaluate.limit=2", "evaluate.num_fewshot=1", "evaluate.batch_size=3",
      "run.name=other", "run.dir=", "data.cache_dir="],
@@ -211,7 +211,7 @@ def test_another_value_of_a_key_of_the_data_makes_other_data(key, source, value,
 def train_with_a_tracker_that_ignores(config):
     """Trains with a stand-in of wandb, which needs no network and no process."""
     imported = sys.modules.get("wandb")
-    sys.modules["wandb"] = mock.MagicMock()
+    sys.modules["wandb"] = mock.MagicMock(__spec__=mock.sentinel.spec)
     try:
         train_in_rank(config)
     finally:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from gpt4d import metrics
-from gpt4d.config import Config, ConfigError
+from gpt4d.config import Config
 from gpt4d.runs.history import History
 from gpt4d.validation import validate
 from tests.grids import metric_lines
@@ -41,25 +41,6 @@ def test_the_task_chooses_the_unit_of_the_step_line_and_of_the_history(tmp_path,
     assert "loss 2.0000  1,234 images/s" in capsys.readouterr().out
     history = History(tmp_path)
     assert (history.unit, history.per_s, history.training[1].seen) == ("images", 1234.0, 64)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"mode": "online"}, "logging.wandb.mode=online .*: wandb reports 'No API key configured"),
-        ({"mode": "offline", "project": "a/b"}, "logging.wandb.project=a/b: wandb reports .*Invalid project name"),
-    ],
-)
-def test_an_error_of_wandb_is_one_line(tmp_path, monkeypatch, settings, message):
-    for name in ("WANDB_API_KEY", "NETRC"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))  # without a key in ~/.netrc
-    config = Config()
-    for key, value in settings.items():
-        setattr(config.logging.wandb, key, value)
-    with pytest.raises(ConfigError, match=message) as raised:
-        metrics.RunLogger(config, tmp_path)
-    assert "\n" not in str(raised.value)
 
 
 def train_and_note_timing(config, device_type):

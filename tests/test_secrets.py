@@ -25,11 +25,11 @@ def set_secrets_and_fail(rank):
 
 
 def test_no_secret_is_in_logs_configs_or_checkpoints(ranks, tiny):
-    config = tiny("logging.wandb.mode=offline", "checkpoint.every=2", "profile.steps=1", "parallel.gz=2")
+    config = tiny("logging.trackers=[wandb,tensorboard]", "checkpoint.every=2", "profile.steps=1", "parallel.gz=2")
     with LaunchedJob(ranks.context, config, 2, set_secrets_and_fail) as job:
         assert job.exit_codes() == [1, 1], job.outputs()
     files = [path for path in job.run_dir.rglob("*") if path.is_file()]
-    assert {"config.yaml", "metrics.jsonl", "meta.json", "wandb_id"} <= {path.name for path in files}
+    assert {"config.yaml", "metrics.jsonl", "meta.json", "run_id"} <= {path.name for path in files}
     for path in [*files, *job.logs]:
         content = path.read_bytes()
         assert not [name for name, secret in SECRETS.items() if secret.encode() in content], path

@@ -368,12 +368,6 @@ def test_bytes_of_a_layer_follow_the_papers_equations(ranks):
         assert {axis: counted[axis] for axis in expected} == expected
 
 
-def test_wandb_writes_a_run_offline(ranks, tiny):
-    config = tiny("train.steps=2", "logging.wandb.mode=offline")
-    ranks.run(1, train_in_rank, config)
-    assert list(Path(config.run.dir).glob("wandb/offline-run-*/run-*.wandb"))
-
-
 def test_a_checkpoint_of_another_tokenizer_is_rejected(ranks, tiny, tmp_path):
     ranks.run(1, train_in_rank, tiny("train.steps=1"))
     (tmp_path / "other.txt").write_text("other words " * 300)

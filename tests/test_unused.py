@@ -64,7 +64,9 @@ CASES = [  # an unused key, the reason, and the setting that makes a run read it
         ([TEXT, f"evaluate.{key}={value}"], "evaluate.every=0 does not read it", ["evaluate.every=9"])
         for key, value in (("tasks", "[a]"), ("limit", 9), ("num_fewshot", 2), ("batch_size", 4))
     ],
-    ([TEXT, "logging.wandb.project=a"], "logging.wandb.mode=disabled does not read it", ["logging.wandb.mode=offline"]),
+    ([TEXT, "logging.project=a"], "logging.trackers=[] does not read it", ["logging.trackers=[mlflow]"]),
+    ([TEXT, "logging.trackers=[tensorboard]", "logging.online=true"], "=[tensorboard] does not read it",
+     ["logging.trackers=[tensorboard,wandb]"]),
     *[
         ([TEXT, ADAMW, f"optim.muon.{key}={value}"], "optim.algorithm=adamw does not read it", ["optim.algorithm=muon"])
         for key, value in (("momentum", 0.9), ("nesterov", "false"), ("steps", 6), ("coefficients", "[3,-4,2]"),

@@ -95,6 +95,7 @@ from gpt4d.config.values import (
     check_choice,
     check_image_format,
     divisors,
+    flattened,
     shortened,
     value_of,
 )

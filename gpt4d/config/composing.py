@@ -13,6 +13,7 @@ from gpt4d.config.length import with_steps
 from gpt4d.config.machine import register_resolver
 from gpt4d.config.overrides import check_text, checked_overrides, whole_number
 from gpt4d.config.schema import ClusterConfig, Config, ModelConfig, OptimConfig
+from gpt4d.config.values import flattened
 
 CONFIG_DIR = (Path(__file__).parent / "files").resolve()  # a link to configs/ in a clone, a directory in a wheel
 
@@ -39,7 +40,8 @@ def to_config(composed) -> Config:
 
     derived = {"lora": None, "width": 1.0}  # OmegaConf reads them as keys
     known = set(known_keys()) | {f"model.{key}" for key, value in derived.items() if composed.model.get(key) == value}
-    added = {key for key in _flat_keys(cast(dict, OmegaConf.to_container(composed))) if not known & set(_prefixes(key))}
+    values = cast(dict, OmegaConf.to_container(composed))
+    added = {key for key in flattened(values, ".") if not known & set(_prefixes(key))}
     if added:
         raise unknown_key(min(added))
     config = cast(Config, OmegaConf.to_object(composed))
@@ -181,13 +183,6 @@ def _register_schema() -> None:
 
 
 _register_schema()
-
-
-def _flat_keys(values: dict, prefix: str = "") -> list[str]:
-    keys = []
-    for name, value in values.items():
-        keys += _flat_keys(value, f"{prefix}{name}.") if isinstance(value, dict) else [f"{prefix}{name}"]
-    return keys
 
 
 def _prefixes(key: str) -> list[str]:

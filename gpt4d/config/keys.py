@@ -47,8 +47,8 @@ _RENAMED = {
     "checkpoint.resume": "resume_from resume_from_checkpoint",
     "checkpoint.init": "init_from init_checkpoint pretrained pretrained_checkpoint load_path finetune_from",
     "logging.every": "log_interval log_every logging_steps",
-    "logging.wandb.mode": "wandb use_wandb wandb.mode wandb_mode",
-    "logging.wandb.project": "wandb.project wandb_project",
+    "logging.trackers": "report_to tracker loggers",
+    "logging.project": "logging.wandb.project wandb.project wandb_project project_name",
     "run.name": "run_name experiment_name wandb_run_name",
     "run.dir": "output_dir out_dir save_dir",
 }
@@ -69,6 +69,10 @@ _EXPLAINED = {
     "CPU": "device",
     "use train.precision=bf16": "bf16 fp16",
     "use train.precision=fp8": "fp8 float8",
+    "use logging.trackers=[wandb], and logging.online=true to log to its server": "logging.wandb logging.wandb.mode "
+    "wandb use_wandb wandb.mode wandb_mode",
+    "use logging.trackers=[tensorboard]": "tensorboard use_tensorboard tensorboard_dir",
+    "use logging.trackers=[mlflow]": "mlflow use_mlflow",
     "use data=text data.path='books/*.txt', or another choice of data": "dataset dataset_name",
 }
 OTHER_NAMES = {name: key for key, names in _RENAMED.items() for name in names.split()}

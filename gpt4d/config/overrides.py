@@ -12,7 +12,7 @@ _HYDRA_FLAGS = {
 }  # fmt: skip
 _WHOLE_FLOAT = re.compile(r"[+-]?\d+(\.0*)?([eE]\+?\d+)?|[+-]?\d*\.\d+[eE]\+?\d+")
 _NO_NAME = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-]?(inf|nan)|true|false|null", re.IGNORECASE)
-_MAIN_KEYS = {"parallel.pipeline": "stages", "logging.wandb": "mode"}  # key that a value of the group sets
+_MAIN_KEYS = {"parallel.pipeline": "stages"}  # key that a value of the group sets
 
 
 def asks_for_help(arguments: Sequence[str]) -> bool:

@@ -28,6 +28,7 @@ TEXT_SOURCES = (
     "megatron",
     "blend",
 )
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 IMAGE_SOURCES = ("blue_marble", "pictures", "hub")
 LORA_TARGETS = ("qkv", "output", "up", "down")
 HELD_OUT = "held_out"  # name of the validation set of the documents or images that the run holds out
@@ -398,19 +399,13 @@ class CheckpointConfig:
 
 
 @dataclass
-class WandbConfig:
-    """Weights & Biases."""
-
-    mode: str = setting("disabled", "where metrics are logged", choices=("disabled", "offline", "online"))
-    project: str = setting("gpt4d", "name of the project")
-
-
-@dataclass
 class LoggingConfig:
     """Metrics, and samples at the end of a run."""
 
     every: int = setting(10, "steps between lines of metrics.jsonl", at_least=1)
-    wandb: WandbConfig = setting(WandbConfig, "Weights & Biases")
+    trackers: list[str] = setting([], "where else metrics are logged: [tensorboard,wandb]", choices=TRACKERS)
+    project: str = setting("gpt4d", "name of the project of wandb and trackio, and of the experiment of MLflow")
+    online: bool = setting(False, "wandb, MLflow and trackio log to servers; false: to files in run.dir")
     sample_prompt: str | None = setting(
         None, "text to continue at the end of the run; null: held-out text; empty: none"
     )

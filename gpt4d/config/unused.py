@@ -223,6 +223,12 @@ def _rope(*scalings: str) -> Condition:
     return _unless("model.rope_scaling", *others, remedy=f"set model.rope_scaling={' or '.join(scalings)}")
 
 
+def _tracked(config: Config) -> str | None:
+    if {*config.logging.trackers} - {"tensorboard"}:
+        return None
+    return f"logging.trackers=[{','.join(config.logging.trackers)}] does not read it; add logging.trackers=[wandb]"
+
+
 _CONDITIONS: dict[str, Condition] = {
     **dict.fromkeys(
         ("lora.alpha", "lora.targets", "optim.lr_factors.adapters", "optim.weight_decays.adapters"),
@@ -273,9 +279,7 @@ _CONDITIONS: dict[str, Condition] = {
     **dict.fromkeys(("optim.decay_shape", "optim.decay_from"), _any(_in_wsd, _below_maximum)),
     "evaluate.every": _any(_on_text, _without_tokenizer),
     **{f"evaluate.{key}": _evaluated for key in ("tasks", "limit", "num_fewshot", "batch_size")},
-    "logging.wandb.project": _unless(
-        "logging.wandb.mode", "disabled", remedy="add logging.wandb.mode=offline or online"
-    ),
+    **dict.fromkeys(("logging.project", "logging.online"), _tracked),
     "logging.sample_prompt": _any(
         _on_text, _unless("logging.sample_tokens", 0, remedy="set logging.sample_tokens"), _without_tokenizer
     ),

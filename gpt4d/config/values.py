@@ -1,6 +1,7 @@
 """Checks of values outside the configuration, and lists of possible values for messages."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,15 @@ def value_of(config: Any, key: str) -> Any:
     for part in key.split("."):
         config = getattr(config, part)
     return config
+
+
+def flattened(values: Mapping[str, Any], separator: str, prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested dictionaries by their joined keys: ``{"a.b": 1}`` for ``{"a": {"b": 1}}``."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        flat |= flattened(value, separator, key + separator) if isinstance(value, dict) else {key: value}
+    return flat
 
 
 def divisors(n: int) -> list[int]:

@@ -8,10 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from gpt4d import starts
-from gpt4d.config import Change, ConfigError, Effect, effect_of
+from gpt4d.config import Change, ConfigError, Effect, effect_of, flattened
 from gpt4d.runs import lock
 from gpt4d.runs.history import History, Point
 
@@ -79,7 +79,7 @@ class Run:
         with suppress(FileNotFoundError):
             changed_at = path.stat().st_mtime
             if changed_at != self._settings[0]:
-                self._settings = changed_at, _flat(OmegaConf.to_container(OmegaConf.load(path)))
+                self._settings = changed_at, flattened(cast(dict, OmegaConf.to_container(OmegaConf.load(path))), ".")
         return self._settings[1]
 
     @property
@@ -202,10 +202,3 @@ def differences(first: Run, second: Run) -> dict[str, Change]:
     before, after = described
     keys = dict.fromkeys([*before, *after])
     return {key: Change(before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)}
-
-
-def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return flat
