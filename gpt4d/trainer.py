@@ -302,7 +302,7 @@ class Trainer:
             self.watchdog.record_failure = self._record_failure
 
     def _record_failure(self, problem: str) -> None:
-        """Write that the job ends with an error, plot the losses and close the log. Any thread of rank 0 may call it."""
+        """Write that the job ends with an error, plot the losses and close the log. Rank 0's threads may call it."""
         self.log.failed(problem)
         self._plot_losses()
         self.log.close()  # a tracker may lose values that it has not written when the process ends

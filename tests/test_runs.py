@@ -17,6 +17,7 @@ from gpt4d.data.directory import write_once
 from gpt4d.runs import lock
 from gpt4d.runs.__main__ import main
 from gpt4d.runs.history import History, Point, interval_means
+from gpt4d.runs.plots import plot_losses
 from gpt4d.runs.summary import Run, State, differing_keys, find_runs, state_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -265,6 +266,12 @@ def test_a_difference_of_runs_names_settings_commit_versions_and_not_equal_ones(
 def test_losses_are_plotted_over_steps_tokens_or_hours(two_runs, tmp_path, x):
     main(["plot", *map(str, (two_runs / "sweep").iterdir()), f"out={tmp_path / 'losses.png'}", f"x={x}"])
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_has_a_panel_for_each_axis(two_runs, tmp_path):
+    plot_losses({"a": History(two_runs / "sweep/lr=0.1")}, tmp_path / "a.svg", "tokens", "hours")
+    text = (tmp_path / "a.svg").read_text()
+    assert [text.count(f"<!-- {label} -->") for label in ("tokens seen", "hours", "loss per token")] == [1, 1, 1]
 
 
 def test_training_losses_are_averaged_over_intervals():
