@@ -100,7 +100,7 @@ def test_a_job_of_another_experiment_is_refused_before_the_first_job(tmp_path):
     job = sweep.expand(arguments, 1)[1]
     write_run(job.directory, event("start"), config="optim: {lr: 0.1}")
     (job.directory / "starts.jsonl").write_text(json.dumps({"config": "config.yaml"}) + "\n")
-    with pytest.raises(ConfigError, match=rf"^train.seed=1: optim.lr=0.004: {job.directory} has 0.1"):
+    with pytest.raises(ConfigError, match=rf"^train.seed=1: optim.lr=0.016: {job.directory} has 0.1"):
         sweep.expand(arguments, 1)
 
 

@@ -61,14 +61,14 @@ class TransformerConfig(PaddedVocabulary, ModelConfig):
 
     layers: int = setting(4, "number of blocks", **COUNT)
     hidden: int = setting(128, "features of the residual stream", **SIZE)
-    base_hidden: int | None = setting(
-        None, "optim.width_transfer: hidden features of the model that the learning rate fits", **SIZE
-    )
     heads: int = setting(4, "attention heads of a block", **SIZE)
     vocab_size: int = setting(4096, "number of token ids that the tokenizer may produce", **SIZE)
     vocab_multiple: int = setting(128, "a divisor of the padded vocabulary, as is each stage's gx·gz", **SIZE)
     max_positions: int = setting(256, "maximum length of a sequence", **SIZE)
     norm_epsilon: float = setting(1e-5, "addend of the variance in norms", at_least=0, at_most=1)
+    base_hidden: int | None = setting(
+        None, "optim.width_transfer: hidden features of the model that the learning rate fits", **SIZE
+    )
     width_key = "hidden"
 
 

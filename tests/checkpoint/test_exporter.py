@@ -102,7 +102,7 @@ def test_the_model_card_describes_the_run(run, tmp_path):
         "tokens": 768,
         "data": "text",
         "gpt4d": gpt4d.__version__,
-        "optim.lr": 0.004,
+        "optim.lr": 0.016,
         "model.hidden": 24,
         "weights": "raw weights, float32",
         "training loss": f"{last['loss']:.4f} at step 3",

@@ -5,7 +5,14 @@ import pytest
 from tests.grids import full, metric_lines, train_in_rank
 from tests.rank_pool import RankFailure
 
-MUON = ("optim=muon", "optim.lr=0.01", "model.layers=3", "train.batch_size=8", "checkpoint.every=10", "train.steps=20")
+MUON = (
+    "optim.algorithm=muon",
+    "optim.lr=0.01",
+    "model.layers=3",
+    "train.batch_size=8",
+    "checkpoint.every=10",
+    "train.steps=20",
+)
 PIPELINE = "parallel.pipeline."
 
 
@@ -57,7 +64,7 @@ def test_a_run_continues_on_other_grids_and_stages(ranks, tiny, serial):
 
 
 def test_a_checkpoint_with_the_states_of_another_optimizer_is_one_line(ranks, tiny):
-    config = tiny("optim=muon", "train.steps=2")
+    config = tiny("optim.algorithm=muon", "train.steps=2")
     ranks.run(1, train_in_rank, config)
     with pytest.raises(RankFailure, match=r"exp_avg is missing.* another optimizer: set the old optim\.algorithm, or"):
         ranks.run(1, train_in_rank, tiny("train.steps=4", "checkpoint.allow_changes=[optim]"))

@@ -13,9 +13,6 @@ class UNetConfig(ModelConfig):
     image_size: int = setting(32, "height and width of the images", at_least=1, at_most=16_384)
     image_channels: int = setting(3, "channels of the images: 3 for RGB, 1 for gray", choices=(1, 3))
     channels: int = setting(32, "channels of the first level", **SIZE)
-    base_channels: int | None = setting(
-        None, "optim.width_transfer: channels of the model that the learning rate fits", **SIZE
-    )
     multipliers: list[int] = setting([1, 2, 2, 2], "channels of each level, as multiples of model.channels", **SIZE)
     blocks_per_level: int = setting(3, "residual blocks of the encoder; the decoder has one more", **COUNT)
     attention_at: list[int] = setting([16, 8], "image sizes at which blocks end with attention")
@@ -26,4 +23,7 @@ class UNetConfig(ModelConfig):
     timesteps: int = setting(1000, "time steps of the diffusion", **SIZE)
     noise_schedule: str = setting("cosine", "schedule of the noise", choices=("cosine", "linear"))
     prediction: str = setting("epsilon", "output: the noise epsilon or the velocity v", choices=("epsilon", "v"))
+    base_channels: int | None = setting(
+        None, "optim.width_transfer: channels of the model that the learning rate fits", **SIZE
+    )
     width_key = "channels"
