@@ -4,7 +4,8 @@ import csv
 import io
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from gpt4d.config import ConfigError, DataConfig, file_source, patterns
@@ -30,7 +31,23 @@ def documents(config: DataConfig) -> Iterator[Document]:
     Raises ConfigError, with file and line, for a document that cannot be read. Empty documents raise it unless
     ``data.skip_empty`` is set.
     """
-    for document in _read_hub(config) if config.source == "hub" else _read_files(config):
+    return _non_empty(_read_hub(config) if config.source == "hub" else _read_files(config), config)
+
+
+def readers(config: DataConfig, files: Sequence[CorpusFile]) -> list[Callable[[], Iterator[Document]]]:
+    """Return a function for each of the ``files``, or for each shard of a hub dataset, that yields its documents.
+
+    Together they yield the documents of ``documents``, in its order, and raise its errors.
+    """
+    if config.source == "hub":
+        reads = [partial(_read_hub, config, shard) for shard in sources.hub_shards(config)]
+    else:
+        reads = [partial(_read_file, file, config) for file in files]
+    return [partial(lambda read: _non_empty(read(), config), read) for read in reads]
+
+
+def _non_empty(read: Iterable[Document], config: DataConfig) -> Iterator[Document]:
+    for document in read:
         text = document.text.strip()
         if text:
             yield document._replace(text=text)
@@ -70,8 +87,16 @@ def _unreadable(file: CorpusFile, error: Exception) -> ConfigError:
 
 
 def _read_files(config: DataConfig) -> Iterator[Document]:
-    """Yield the documents of each file. ``data.source=files`` reads each file by its suffixes."""
-    readers: dict[str, Callable[[CorpusFile, DataConfig], Iterator[Document]]] = {
+    offset = 0  # bytes of the files before
+    for file in files(config):
+        for document in _read_file(file, config):
+            yield document._replace(bytes_read=offset + document.bytes_read)
+        offset += file.size
+
+
+def _read_file(file: CorpusFile, config: DataConfig) -> Iterator[Document]:
+    """Yield the documents of a file. ``data.source=files`` reads each file by its suffixes."""
+    readers_of_sources: dict[str, Callable[[CorpusFile, DataConfig], Iterator[Document]]] = {
         "sotu": _read_text,
         "text": _read_text,
         "jsonl": _read_jsonl,
@@ -80,12 +105,8 @@ def _read_files(config: DataConfig) -> Iterator[Document]:
         "arrow": _read_arrow,
         "chat": _read_chat,
     }
-    offset = 0  # bytes of the files before
-    for file in files(config):
-        source = file_source(file.suffixes) if config.source == "files" else config.source
-        for document in readers[source](file, config):
-            yield document._replace(bytes_read=offset + document.bytes_read)
-        offset += file.size
+    source = file_source(file.suffixes) if config.source == "files" else config.source
+    return readers_of_sources[source](file, config)
 
 
 def _lines(file: CorpusFile) -> Iterator[tuple[bytes, int]]:
@@ -204,8 +225,8 @@ def _read_batches(file: CorpusFile, config: DataConfig, batches: Callable[[Any],
         raise _unreadable(file, error) from None
 
 
-def _read_hub(config: DataConfig) -> Iterator[Document]:
-    for row, location in sources.hub_rows(config):
+def _read_hub(config: DataConfig, shard: sources.Shard | None = None) -> Iterator[Document]:
+    for row, location in sources.hub_rows(config, shard):
         yield Document(_text_of(row, config.column, location), location)
 
 

@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import xxhash
 
@@ -17,6 +18,13 @@ from gpt4d.runtime.errors import one_line
 
 COMPARED_BYTES = 1 << 30  # read from a corpus at each start to identify it: one to a few seconds
 _BLOCKS = 16
+
+
+class Shard(NamedTuple):
+    """Consecutive rows of a dataset of the hub, usually those of one file, and their location for error messages."""
+
+    rows: Iterable[dict]
+    location: str
 
 
 def package_directory(config: DataConfig, module: str, package: str) -> Path:
@@ -80,24 +88,16 @@ def is_held_out(content: bytes | memoryview, fraction: float) -> bool:
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
-def hub_rows(config: DataConfig) -> Iterator[tuple[dict, str]]:
-    """Yield the rows of a dataset, each with its location for error messages.
+def hub_rows(config: DataConfig, shard: Shard | None = None) -> Iterator[tuple[dict, str]]:
+    """Yield the rows of a dataset, or of one of its shards, each with its location for error messages.
 
     Raises ConfigError if the dataset cannot be opened, or a row cannot be read.
     """
     assert config.path
-    problem = None if Path(config.path).exists() else hub.unreachable()
-    try:
-        rows = iter(_open_dataset(config))
-    except Exception as error:  # no such name, no such split or no permission: each has its own type
-        remedy = (
-            "connect to the network, or use a local copy" if problem else "check data.path, data.subset and data.split"
-        )
-        raise ConfigError(
-            f"data.path={config.path}: this dataset cannot be loaded ({problem or one_line(error)}); {remedy}"
-        ) from None
+    dataset, place = shard or Shard(_open_dataset(config), config.path)
+    rows = iter(dataset)
     for number in itertools.count():
-        location = f"{config.path}: row {number}"
+        location = f"{place}: row {number}"
         try:
             row = next(rows, None)
         except Exception as error:  # each file format raises its own types
@@ -107,8 +107,34 @@ def hub_rows(config: DataConfig) -> Iterator[tuple[dict, str]]:
         yield row, location
 
 
+def hub_shards(config: DataConfig) -> list[Shard]:
+    """Return the shards of a dataset in the order of its rows. Raises ConfigError if it cannot be opened."""
+    import datasets
+
+    assert config.path
+    rows = _open_dataset(config)
+    if not isinstance(rows, datasets.IterableDataset) or (count := rows.num_shards) == 1:
+        return [Shard(rows, config.path)]
+    return [Shard(rows.shard(count, number), f"{config.path}: shard {number}") for number in range(count)]
+
+
 def _open_dataset(config: DataConfig) -> Iterable[dict]:
-    """Open a dataset by name, or from a directory made by ``save_to_disk`` or copied from the hub."""
+    """Open a dataset. Raises ConfigError if it cannot be opened."""
+    assert config.path
+    problem = None if Path(config.path).exists() else hub.unreachable()
+    try:
+        return _load_dataset(config)
+    except Exception as error:  # no such name, no such split or no permission: each has its own type
+        remedy = (
+            "connect to the network, or use a local copy" if problem else "check data.path, data.subset and data.split"
+        )
+        raise ConfigError(
+            f"data.path={config.path}: this dataset cannot be loaded ({problem or one_line(error)}); {remedy}"
+        ) from None
+
+
+def _load_dataset(config: DataConfig) -> Iterable[dict]:
+    """Load a dataset by name, or from a directory made by ``save_to_disk`` or copied from the hub."""
     import datasets
 
     assert config.path

@@ -4,6 +4,7 @@ import bz2
 import csv
 import gzip
 import io
+import itertools
 import json
 import lzma
 import os
@@ -15,7 +16,7 @@ import pytest
 
 from gpt4d.config import ConfigError, DataConfig, check_data, compose, patterns
 from gpt4d.data import sources
-from gpt4d.data.documents import documents, identity, is_held_out, size
+from gpt4d.data.documents import documents, files, identity, is_held_out, readers, size
 from tests.data import flip_bit
 
 TEXTS = ["one\ntwo", "drei, vier – fünf", "六 " * 3 + "end"]
@@ -94,6 +95,13 @@ def as_hub_copy(directory):
     return DataConfig(source="hub", path=str(directory / "d"))
 
 
+def as_hub_copy_of_several_files(directory):
+    (directory / "d").mkdir()
+    for number, line in enumerate(lines_of_json().splitlines()):
+        (directory / "d" / f"train-{number:05}-of-00003.jsonl").write_bytes(line)
+    return DataConfig(source="hub", path=str(directory / "d"))
+
+
 def as_csv(directory):
     with open(directory / "a.csv", "w", newline="", encoding="utf-8-sig") as file:  # as Excel writes it
         rows = csv.writer(file)
@@ -145,6 +153,16 @@ KINDS = [*FILES, as_compressed_arrow, as_saved_dataset, as_hub_copy]
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_all_sources_yield_the_same_documents(tmp_path, kind):
     assert [document.text for document in documents(kind(tmp_path))] == TEXTS
+
+
+@pytest.mark.parametrize("kind", [*KINDS, as_hub_copy_of_several_files], ids=lambda kind: kind.__name__)
+def test_the_readers_of_all_files_yield_the_documents_in_order(tmp_path, kind):
+    config = kind(tmp_path)
+    found = [] if config.source == "hub" else files(config)
+    read = [[document.text for document in reader()] for reader in readers(config, found)]
+    assert list(itertools.chain(*read)) == TEXTS
+    if kind in (as_text, as_hub_copy_of_several_files):
+        assert len(read) == 3
 
 
 @pytest.mark.parametrize("kind", FILES, ids=lambda kind: kind.__name__)
