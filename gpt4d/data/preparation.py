@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -37,10 +38,19 @@ class Preparation:
     """Writer of a directory of token files, in the order of the documents.
 
     ``progress.json`` describes the finished parts; a new preparation of the same corpus continues after them.
+    With ``held_out``, only held-out documents are written, until they have this number of tokens.
     """
 
-    def __init__(self, config: DataConfig, identity: str, directory: Path, on_progress: Callable[[str], None]):
+    def __init__(
+        self,
+        config: DataConfig,
+        identity: str,
+        directory: Path,
+        on_progress: Callable[[str], None],
+        held_out: int | None = None,
+    ):
         self.config, self.identity, self.directory, self.on_progress = config, identity, directory, on_progress
+        self.held_out = held_out
         self.tokenizer_file = directory / tokenizers.FILE
         self.parts: list[dict] = []
         self.documents_done = 0  # in finished parts
@@ -55,11 +65,14 @@ class Preparation:
         train_on = self.config.train_on if self.masked else None
         settings = Encoding(self.tokenizer_file, self.end, self.dtype, self.config.validation_fraction, train_on)
         pace = _Pace(documents.size(self.config))
-        remaining = pace.track(itertools.islice(documents.documents(self.config), self.documents_done, None))
+        read = documents.documents(self.config)
+        if self.held_out is not None:
+            read = (d for d in read if documents.is_held_out(d.text, self.config.validation_fraction))
+        remaining = pace.track(itertools.islice(read, self.documents_done, None))
         with closing(encoding.encode_documents(remaining, settings, self.config.processes)) as encoded:
             while self._write_part(encoded, pace):
                 self._save_progress()
-        if not sum(part["train"]["tokens"] for part in self.parts):
+        if self.held_out is None and not sum(part["train"]["tokens"] for part in self.parts):
             source = f"data.source={self.config.source}, data.path={self.config.path!r}"
             if self.parts:
                 raise ConfigError(f"{source}: every document is held out; set data.validation_fraction=0")
@@ -79,6 +92,9 @@ class Preparation:
 
     def _write_part(self, encoded: Iterator[Encoded], pace: "_Pace") -> bool:
         """Write one part and return True; or return False if no document is left."""
+        if self.held_out is not None and self.held_out <= sum(part["validation"]["tokens"] for part in self.parts):
+            return False
+        limits = {"train": PART_TOKENS, "validation": self.held_out or math.inf}
         writer = parts.TokenShardWriter(self.directory, len(self.parts), self.masked)
         with writer:
             for held_out, ids, mask in encoded:
@@ -88,7 +104,7 @@ class Preparation:
                     count = sum(part[split]["tokens"] for part in all_parts for split in parts.SPLITS)
                     total = self.documents_done + writer.documents
                     self.on_progress(f"{total:,} documents, {count:,} tokens{pace}")
-                if writer.counts["train"]["tokens"] >= PART_TOKENS:
+                if any(writer.counts[split]["tokens"] >= limit for split, limit in limits.items()):
                     break
         if not writer.documents:
             writer.remove()
