@@ -81,7 +81,7 @@ RESULTS = {
     "gpt2": {
         "model.vocab_size": 301, "model.layers": 3, "model.hidden": 28, "model.heads": 2, "model.max_positions": 64,
         "model.dropout": 0.1, "model.attention_dropout": 0.1, "model.norm_epsilon": 1e-6, "data.shuffle": "false",
-        "data.reset_attention": "true", "train.seq_len": 8,
+        "data.stream": "true", "data.reset_attention": "true", "train.seq_len": 8,
         "train.batch_size": 4, "train.batch_ramp": "[[0,4],[64,8]]", "train.seed": 1,
         "train.precision": "bf16", "train.skip_spikes": "true", "train.z_loss": 1e-3, "optim.lr": 1e-4,
         "optim.min_lr_ratio": 0.2,

@@ -54,7 +54,7 @@ class Damaged(ConfigError):
 
 @dataclass
 class Progress:
-    """Progress of a run. ``samples`` is the data position: the index of the next sequence of the run."""
+    """Progress of a run. ``samples`` is the index of the next sequence of the run."""
 
     step: int = 0
     samples: int = 0
@@ -79,6 +79,7 @@ class Meta:
         monitor: state of the loss monitor: named numbers per metric.
         settings: the settings that decide the run's results (``recorded_settings``); empty for an imported model.
         validation: the loss of each validation set at this step, by name; empty without a validation at this step.
+        position: the position of the next sample in the data (``Task.position``); empty if its index is sufficient.
         extra: names of additional tensors, stored as ``extra.NAME``. ``Saver`` sets it.
     """
 
@@ -90,6 +91,7 @@ class Meta:
     monitor: dict[str, dict[str, float]] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     validation: dict[str, float] = field(default_factory=dict)
+    position: dict[str, int] = field(default_factory=dict)
     extra: list[str] = field(default_factory=list)
 
     def to_json(self) -> bytes:
@@ -108,6 +110,7 @@ class Meta:
                 )
             progress = Progress(**values.pop("progress"))
             counts(asdict(progress).values())
+            counts(values.get("position", {}).values())
             meta = cls(progress, _to_model(registry.get(values.pop("family")), values.pop("model")), **values)
             counts(size for grid in meta.grids for size in grid.values())
             if not all(

@@ -106,6 +106,8 @@ class RunCheckpoints:
         storage.load(checkpoint, self.stage.module, optimizer, self.stage.grid, self.task.extra_state())
         meta, path = checkpoint.meta, checkpoint.path
         progress = replace(meta.progress)  # The trainer advances it.
+        same_samples = meta.identity.get("samples") == identity.get("samples")
+        self.task.seek(progress.samples, meta.position if same_samples else {})
         if not meta.grids:  # an imported model, which has no state of a task
             self.task.after_init()
         self.monitor.restore(meta.monitor)
@@ -174,7 +176,10 @@ class RunCheckpoints:
         model, identity = self.plan.config.model, self.task.identity()
         settings = recorded_settings(asdict(self.plan.config))
         losses = {name: loss for name, loss in validation.items() if math.isfinite(loss)}
-        meta = Meta(replace(progress), model, grids, self.task_name, identity, self.monitor.state(), settings, losses)
+        name = f"locating sample {progress.samples}"
+        position = run_on_rank0(lambda: self.task.position(progress.samples), name)
+        state = self.monitor.state()
+        meta = Meta(replace(progress), model, grids, self.task_name, identity, state, settings, losses, position)
         self._saver.start(meta, shards, {**self._inherited, **self.task.documents()})
 
     def report_saved(self, wait: bool = False) -> None:

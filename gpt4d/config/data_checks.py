@@ -43,6 +43,13 @@ def check_data(data: DataConfig, model: str) -> None:
             f"data.blend={data.blend}: not a map of directories to weights above 0; "
             "use directories of token files: 'data.blend={tokens/a: 0.7, tokens/b: 0.3}'"
         )
+    if data.stream and not data.tokenizer and data.source not in ("tokens", "blend", "megatron"):
+        raise ConfigError(
+            "data.tokenizer=null: data.stream=true trains no tokenizer, which reads the complete text first; use "
+            "gpt2, a run, a file or a hub name, or leave out data.stream"
+        )
+    if data.stream and data.workers > 1:
+        raise ConfigError(f"data.workers={data.workers}: one thread reads with data.stream=true; set it to 1 or 0")
     if data.source == "chat" and not data.tokenizer:
         raise ConfigError(
             "data.tokenizer=null: conversations need the tokenizer of the model that is trained on them; set it to the "

@@ -30,6 +30,7 @@ _EFFECTS = {
     "data": Effect.DATA,
     "data.name": Effect.NONE,
     "data.shuffle": Effect.RESULTS,
+    "data.stream": Effect.RESULTS,
     "data.flip": Effect.RESULTS,
     "data.reset_attention": Effect.RESULTS,
     "data.skip_long": Effect.NONE,  # the remaining conversations do not depend on it

@@ -101,7 +101,8 @@ class DataConfig:
     validation: Any = setting(
         None, "text: further validation sets, token directories or globs of files: {books: tokens/books, code: '*.py'}"
     )
-    shuffle: bool = setting(True, "shuffle the training samples in each epoch")
+    stream: bool = setting(False, "text: tokenize while training, without token files; needs data.tokenizer")
+    shuffle: bool = setting(True, "shuffle the training samples in each epoch; stream: in blocks of 1,024 sequences")
     flip: bool = setting(True, "images: mirror half of the training samples")
     reset_attention: bool = setting(False, "text: attend within a document only, and restart positions at each")
     processes: int | None = setting(None, "text: encoding processes; null: one per core", **COUNT)

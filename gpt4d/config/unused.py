@@ -130,6 +130,13 @@ def _is_prepared(config: Config) -> bool:
     return source == "tokens" or (source == "blend" and all(map(os.path.isdir, _paths(config))))
 
 
+def _streamed(config: Config) -> str | None:
+    source = config.data.source
+    if source in _TOKENS:
+        return f"data.source={source} has tokens already; leave it out"
+    return "conversations are packed by the lengths of all of them; leave it out" if source == "chat" else None
+
+
 def _before_splitting(config: Config) -> str | None:
     return _before_preparation(config) if _is_prepared(config) else None
 
@@ -258,6 +265,7 @@ _CONDITIONS: dict[str, Condition] = {
     "data.skip_long": _from(*_CONVERSATIONS),
     "data.validation_fraction": _before_splitting,
     "data.validation": _any(_on_text, _without_validation, _without_tokenizer),
+    "data.stream": _any(_on_text, _streamed),
     "data.flip": _on_images,
     "data.reset_attention": _any(
         _on_text, _unless("data.source", "chat", remedy="leave it out, as attention never crosses conversations")

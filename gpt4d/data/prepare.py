@@ -92,6 +92,21 @@ def corpus(config: DataConfig) -> Corpus:
     return Corpus([prepare(config, directory, lambda text: print(f"{directory}: {text}", flush=True), identity)], [1])
 
 
+def held_out_corpus(config: DataConfig, identity: str, tokens: int) -> Corpus:
+    """Return token files of the first held-out documents of a corpus that is streamed, and of no training documents.
+
+    They have at least ``tokens`` tokens, if the corpus has that many. They are prepared unless they are in the cache.
+    ``identity``: the result of ``identity_of``. Raises ConfigError for text that cannot be read.
+    """
+    identity = hashlib.sha256(repr((identity, tokens)).encode()).hexdigest()
+    directory = in_cache(config, identity)
+
+    def report(text: str) -> None:
+        print(f"{directory}: held-out documents: {text}", flush=True)
+
+    return Corpus([prepare(config, directory, report, identity, tokens)], [1])
+
+
 def _open(config: DataConfig, path: str) -> TokenFiles:
     """Return the token files ``path``: a directory, or the prefix of Megatron's files."""
     if config.source == "megatron" or is_megatron(path):
@@ -111,17 +126,26 @@ def opened(directory: str, prefix: str | None) -> TokenFiles:
 
 
 def prepare(
-    config: DataConfig, out: Path, on_progress: Callable[[str], None] = lambda text: None, identity: str | None = None
+    config: DataConfig,
+    out: Path,
+    on_progress: Callable[[str], None] = lambda text: None,
+    identity: str | None = None,
+    held_out: int | None = None,
 ) -> TokenFiles:
     """Return the token files of a corpus in ``out``, and prepare them unless they exist.
 
     ``on_progress`` is called periodically with a line of text. ``identity`` defaults to the result of ``identity_of``.
+    With ``held_out``, the files contain only held-out documents, until they have this number of tokens.
     The files are written to ``out``.partial, from which an interrupted preparation resumes. The directory is renamed
     to ``out`` once it is complete. Raises ConfigError if there is no text to train on, or if ``out`` contains other
     files.
     """
     identity = identity or identity_of(config)
-    created = write_once(out, lambda partial: Preparation(config, identity, partial, on_progress).run(), on_progress)
+
+    def write(partial: Path) -> None:
+        Preparation(config, identity, partial, on_progress, held_out).run()
+
+    created = write_once(out, write, on_progress)
     if created:
         (out / PROGRESS).unlink()  # a preparation without this file starts over, so it is removed last
     elif not (out / HEADER).exists():
@@ -154,6 +178,8 @@ def main(arguments: list[str]) -> None:
     config = composed.data
     if config.source in _PREPARED:
         raise ConfigError(f"data.source={config.source}: these are token files already; choose a source of text")
+    if config.stream:
+        raise ConfigError("data.stream=true: a run tokenizes the text while it trains; leave it out to prepare tokens")
     check_limits(config, "data.")
     check_data(config, composed.model.name)
     for key, reason in unused_keys(composed).items():

@@ -50,6 +50,7 @@ def _prepared(config: DataConfig, own: TokenFiles, name: str, path: str) -> Toke
         path=path,
         skip_empty=True,  # an empty document has nothing to score
         blend=None,
+        stream=False,
         tokenizer=str(own.directory),
         chat_template=None,  # it is among the files of the tokenizer
         validation_fraction=0.0,

@@ -4,19 +4,24 @@ import socket
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import nn
 
-from gpt4d.config import Config, ConfigError, DataConfig
-from gpt4d.data import verification
+from gpt4d import activity
+from gpt4d.config import Config, ConfigError
+from gpt4d.data import documents, verification
 from gpt4d.data.batch import Batch
+from gpt4d.data.corpus_files import CorpusFile
+from gpt4d.data.encoding import Encoding
 from gpt4d.data.loader import Source
 from gpt4d.data.packing import IGNORED, PackedSequences
-from gpt4d.data.prepare import Corpus, corpus, opened
+from gpt4d.data.preparation import identity_of
+from gpt4d.data.prepare import Corpus, corpus, held_out_corpus, opened
 from gpt4d.data.sampler import Blend, DocumentSequences, Sequences
+from gpt4d.data.stream import Position, Stream, open_stream
 from gpt4d.data.text_bytes import bytes_of_tokens
 from gpt4d.data.tokenizers import FILE, companions, end_of_text, of_checkpoint
 from gpt4d.data.tokens import TokenFiles
@@ -59,12 +64,39 @@ def _prompts(config: GenerateConfig) -> list[str]:
     return prompts
 
 
-def _prepare(config: DataConfig) -> tuple[list[tuple[str, str | None]], list[int], dict[str, tuple[str, str]]]:
-    """Return the files (``opened``) and weights of the training data; directory and split of each validation set."""
-    found = corpus(config)
-    sets = validation_sets(config, found).items()
+class _Data(NamedTuple):
+    """The data of a run, as rank 0 finds and prepares them.
+
+    Attributes:
+        files: token files (``opened``). For a stream, they contain the first held-out documents.
+        weights: the weight of each of the token files.
+        sets: directory and split of each validation set.
+        identity: identity of the text of a stream; None: the run trains on ``files``.
+        text: the files of a stream (``CorpusFile``).
+    """
+
+    files: list[tuple[str, str | None]]
+    weights: list[int]
+    sets: dict[str, tuple[str, str]]
+    identity: str | None
+    text: list[CorpusFile]
+
+
+def _prepare(config: Config) -> _Data:
+    data, train = config.data, config.train
+    identity, text = None, list[CorpusFile]()
+    if data.stream:
+        with activity.unlimited():  # a tokenizer may be downloaded
+            identity = identity_of(data)
+        text = [] if data.source == "hub" else documents.files(data)
+        read = train.validation_batches * train.batch_size * train.seq_len + 1
+        found = held_out_corpus(data, identity, read if data.validation_fraction else 0)
+    else:
+        found = corpus(data)
+    sets = validation_sets(data, found).items()
     places = [(str(files.directory), files.location if files.by_index else None) for files in found.files]
-    return places, found.weights, {name: (str(files.directory), split) for name, (files, split) in sets}
+    directories = {name: (str(files.directory), split) for name, (files, split) in sets}
+    return _Data(places, found.weights, directories, identity, text)
 
 
 def _has_documents(source: Source) -> bool:
@@ -83,9 +115,9 @@ class LanguageModeling(ReadingTask):
 
     def __init__(self, config: Config):
         self.config = config
-        places, weights, sets = run_on_rank0(lambda: _prepare(config.data), "preparing the data")
-        self._corpus = Corpus([opened(*place) for place in places], weights)
-        self._set_files = {name: (TokenFiles(Path(directory)), split) for name, (directory, split) in sets.items()}
+        self._data = data = _Data(*run_on_rank0(lambda: _prepare(config), "preparing the data"))
+        self._corpus = Corpus([opened(*place) for place in data.files], data.weights)
+        self._set_files = {name: (TokenFiles(Path(place)), split) for name, (place, split) in data.sets.items()}
         self._files = self._corpus.first
         # With Megatron's files, all samples have the documents of the index: rows of a blend have one shape.
         self._by_index = config.data.reset_attention and any(files.by_index for files in self._corpus.files)
@@ -126,12 +158,28 @@ class LanguageModeling(ReadingTask):
             training, held_out = (
                 [self._sequences(files, split) for files in self._corpus.files] for split in ("train", "validation")
             )
+            if self._data.identity is not None:
+                training = [self._stream()]
             sets = {name: self._sequences(files, split) for name, (files, split) in self._set_files.items()}
             return training, held_out, sets
         except OSError as error:
             raise ConfigError(
                 f"{error.filename}: {error.strerror} on {socket.gethostname()}; use a file system that all nodes share"
             ) from None
+
+    def _stream(self) -> Stream:
+        data, train, header = self.config.data, self.config.train, self._files.header
+        text = [CorpusFile(*file) for file in self._data.text]  # a list from rank 0
+        tokenizer = self._files.directory / FILE
+        encoding = Encoding(tokenizer, self._files.end_of_text, header["dtype"], data.validation_fraction)
+        return open_stream(data, text, encoding, train.seq_len, train.seed)
+
+    def position(self, sample: int) -> dict[str, int]:
+        return self._training.position(sample)._asdict() if isinstance(self._training, Stream) else {}
+
+    def seek(self, sample: int, position: Mapping[str, int]) -> None:
+        if isinstance(self._training, Stream):
+            self._training.seek(sample, Position(**position))
 
     def verify(self, run_dir: Path) -> None:
         read = [*self._corpus.files, *(files for files, _ in self._set_files.values())]
@@ -256,6 +304,8 @@ class LanguageModeling(ReadingTask):
         logging = self.config.logging
         if logging.sample_prompt == "" or not logging.sample_tokens or not self._fingerprint:
             return None
+        if logging.sample_prompt is None and self._data.identity and not self._files.count("validation", "tokens"):
+            return None  # a stream has no other text that a prompt can be taken from
         prompt = self._held_out_prompt() if logging.sample_prompt is None else logging.sample_prompt
         tokenizer = self._files.tokenizer()
         tokenizer.encode_special_tokens = not self._masked  # a chat template separates messages by them
@@ -290,6 +340,10 @@ class LanguageModeling(ReadingTask):
 
         vocabulary, model = self._files.header["vocabulary"], cast(Any, self.config.model)
         text = f"{self.config.data.name}: {count('train'):,} tokens to train on, {count('validation'):,} held out"
+        if self._data.identity:
+            text = (
+                f"{self.config.data.name}: tokenized while training, {count('validation'):,} held-out tokens are read"
+            )
         if self._masked:
             text += f"; {count('train', 'trained'):,} and {count('validation', 'trained'):,} of them have a loss"
             text += f"\n{self._packing()}"
@@ -322,7 +376,8 @@ class LanguageModeling(ReadingTask):
 
     def identity(self) -> dict[str, str]:
         tokenizer = {"tokenizer": self._fingerprint} if self._fingerprint else {}
-        return {**tokenizer, "samples": self._corpus.fingerprint(), "data": self.config.data.name}
+        samples = self._data.identity or self._corpus.fingerprint()
+        return {**tokenizer, "samples": samples, "data": self.config.data.name}
 
     def documents(self) -> dict[str, bytes]:
         return self._tokenizer_files

@@ -9,6 +9,11 @@ def check(config: Config) -> None:
     """Raise ConfigError unless the data can be read and its tokens fit the model."""
     model: Any = config.model  # of any family; all language models have a vocab_size
     check_data(config.data, model.name)
+    if config.data.stream and config.train.epochs is not None:
+        raise ConfigError(
+            f"train.epochs={config.train.epochs}: data.stream=true does not know the length of an epoch; set "
+            "train.steps or train.tokens"
+        )
     vocabulary = config.data.tokenizer_vocab
     if vocabulary is not None and vocabulary > model.vocab_size:
         raise ConfigError(

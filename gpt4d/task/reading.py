@@ -101,6 +101,12 @@ class ReadingTask(ABC):
     def training_values(self, first_sample: int, stop: int) -> dict[str, Any]:
         return {}
 
+    def position(self, sample: int) -> dict[str, int]:
+        return {}
+
+    def seek(self, sample: int, position: Mapping[str, int]) -> None:
+        assert not position, "the index of a sample is sufficient"
+
     def after_update(self, step: int) -> None:
         self._averages.update(step)
 

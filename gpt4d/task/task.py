@@ -174,6 +174,15 @@ class Task(Protocol):
     def documents(self) -> dict[str, bytes]:
         """Return files to store with a checkpoint, by name."""
 
+    def position(self, sample: int) -> dict[str, int]:
+        """Return a position in the data from which ``sample`` can be read; empty if its index is sufficient."""
+
+    def seek(self, sample: int, position: Mapping[str, int]) -> None:
+        """Continue the training data with ``sample``, before the first batch.
+
+        ``position``: a result of ``position`` for this sample and equal data; empty for other data.
+        """
+
     def extra_state(self) -> Mapping[str, tuple["torch.Tensor", ParameterSpec]]:
         """Return further tensors to store with a checkpoint and to restore from it in place."""
 
