@@ -21,7 +21,7 @@ _BLOCKS = 16
 
 
 class Shard(NamedTuple):
-    """Consecutive rows of a dataset of the hub, usually those of one file, and their location for error messages."""
+    """Consecutive rows of a dataset of the hub, usually the rows of one file, and their location for error messages."""
 
     rows: Iterable[dict]
     location: str
