@@ -106,31 +106,34 @@ def _train(config: Config, environment: dict[str, str], log: Path, prepare) -> N
         train(config)
 
 
-def run_command(context, *arguments: str, ranks: int = 1) -> subprocess.CompletedProcess:
+def run_command(context, *arguments: str, ranks: int = 1, directory: Path | None = None) -> subprocess.CompletedProcess:
     """Run ``python ARGUMENTS``, a file or ``-m MODULE``, in a fork that has imported torch and Hydra, on each rank.
 
     It starts in a tenth of a second. The result has the exit code and the output of rank 0. A test of the imports of a
-    command needs a process of its own.
+    command needs a process of its own. ``directory``: the working directory, by default the test's.
     """
     environment = _launcher_variables(ranks) if ranks > 1 else {}
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as output:
         processes = []
         for rank in range(ranks):
             own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-            command = arguments, own, f"{directory}/{rank}"
+            command = arguments, own, f"{output}/{rank}", directory
             processes.append(context.Process(target=_run_command, args=command, daemon=True))
             processes[-1].start()
         for process in processes:
             process.join(TIMEOUT_S)
             assert process.exitcode is not None, f"{arguments} hangs"
-        output = (Path(directory, f"0.{name}").read_text() for name in ("out", "err"))
-        return subprocess.CompletedProcess(arguments, processes[0].exitcode, *output)
+        texts = (Path(output, f"0.{name}").read_text() for name in ("out", "err"))
+        return subprocess.CompletedProcess(arguments, processes[0].exitcode, *texts)
 
 
-def _run_command(arguments: tuple[str, ...], environment: dict[str, str], path: str) -> None:
+def _run_command(arguments: tuple[str, ...], environment: dict[str, str], path: str, directory: Path | None) -> None:
     for descriptor, name in enumerate(("out", "err"), start=1):
         os.dup2(os.open(f"{path}.{name}", os.O_CREAT | os.O_WRONLY), descriptor)
     os.environ.update(environment)
+    if directory:
+        os.chdir(directory)
+        sys.path.insert(0, str(directory))
     if arguments[0] == "-m":
         sys.argv = list(arguments[1:])
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)

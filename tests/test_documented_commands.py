@@ -60,7 +60,7 @@ def directory(tmp_path_factory):
     """Return a directory with the files that the documentation names."""
     directory = tmp_path_factory.mktemp("documented")
     tokenizer = re.search(r"data.tokenizer=(runs/\S+)", "\n".join(COMMANDS))
-    for name in ("books/a.txt", "letters/a.txt", "code/a.py", "dialogs/a.jsonl", tokenizer[1]):
+    for name in ("books/a.txt", "letters/a.txt", "code/a.py", "dialogs/a.jsonl", "docs/a/a.md", tokenizer[1]):
         path = directory / name
         path.parent.mkdir(parents=True)
         path.write_text("text " * 1000)
