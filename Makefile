@@ -32,7 +32,8 @@ style: $(VENV)/installed
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m ruff format --check .
 	$(VENV)/bin/python -m codespell_lib
-	$(VENV)/bin/shellcheck -x scripts/*.sh scripts/*/*.sh .ci/run
+	$(VENV)/bin/shellcheck -x scripts/*.sh scripts/*/*.sh containers/*.sh .ci/run
+	$(VENV)/bin/hadolint containers/Dockerfile
 
 # Faults in runs on ten plans, whose losses must not change. A fault takes about five seconds.
 FAULTS ?= 100
