@@ -56,7 +56,8 @@ def settings(photos, cache, run_dir, *overrides):
                 "model.timesteps=50", "data=pictures", f"data.path={photos}", "data.validation_fraction=0.3",
                 f"data.cache_dir={cache}", "train.steps=6", "train.batch_size=8", "train.validate_every=0",
                 "train.validation_batches=1", "checkpoint.every=3", "logging.every=1", "logging.sample_images=4",
-                "logging.sample_steps=3", "optim.ema_decay=0.9", "optim.warmup_steps=1", "optim.algorithm=adamw", f"run.dir={run_dir}",
+                "logging.sample_steps=3", "optim.ema_decay=0.9", "optim.warmup_steps=1", "optim.algorithm=adamw",
+                f"run.dir={run_dir}",
                 *overrides,
             ]
         )  # fmt: skip
