@@ -233,6 +233,13 @@ MUTATIONS = [
         "tests/optim/test_optimizer.py tests/test_trainer.py::test_a_run_equals_plain_torch_with_transformers_model",
     ),
     Mutation(
+        "trackers/run_trackers.py",
+        "step < self._last_step or",
+        "step < 0 or",
+        "a restart that repeats steps leaves one curve in each tracker",
+        "tests/test_trackers.py",
+    ),
+    Mutation(
         "optim/muon.py",
         "complete[message.matrix][tuple(slice(*ends) for ends in message.region)] = part",
         "complete[message.matrix].flatten()[: part.numel()] = part.flatten()",

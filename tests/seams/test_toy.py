@@ -41,6 +41,7 @@ def configure(run_dir: object, *overrides: str) -> Config:
             f"train.steps={STEPS}",
             "train.validate_every=0",
             "optim.warmup_steps=3",
+            "optim.algorithm=adamw",
             "optim.lr=0.02",
             f"checkpoint.every={SAVED}",
             "checkpoint.keep=9",

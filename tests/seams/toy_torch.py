@@ -89,6 +89,11 @@ class Regression:
         model: Any = module
         return model.compute(part, received, batch.inputs["rows"], batch.targets)
 
+    def position(self, sample: int) -> dict[str, int]:
+        return {}
+
+    def seek(self, sample: int, position: Mapping[str, int]) -> None: ...
+
     def after_update(self, step: int) -> None:
         if self._averaged is None:
             return
