@@ -34,6 +34,7 @@ PIPELINE = "parallel.pipeline."
 MODEL = (
     "model.layers=8", "model.hidden=64", "model.heads=4", "model.vocab_size=258", "model.vocab_multiple=16",
     "model.max_positions=32", "data.path=null", "train.batch_size=16", "cluster.reserved_gib=0",
+    "optim.algorithm=adamw",
 )  # fmt: skip
 # Two nodes of two devices each, with a slow link between the nodes.
 SLOW = (
