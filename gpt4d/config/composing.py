@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
@@ -38,8 +38,10 @@ def to_config(composed) -> Config:
     """
     from omegaconf import OmegaConf
 
-    derived = {"lora": None, "width": 1.0}  # OmegaConf reads them as keys
-    known = set(known_keys()) | {f"model.{key}" for key, value in derived.items() if composed.model.get(key) == value}
+    # OmegaConf reads derived fields as keys.
+    derived = [each for each in fields(ModelConfig) if each.metadata.get("derived")]
+    unset = {f"model.{each.name}" for each in derived if composed.model.get(each.name) == each.default}
+    known = set(known_keys()) | unset
     values = cast(dict, OmegaConf.to_container(composed))
     added = {key for key in flattened(values, ".") if not known & set(_prefixes(key))}
     if added:

@@ -1,7 +1,7 @@
 """The registry of model families. No other module knows families by name or builds models."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import UnionType
 from typing import TYPE_CHECKING, get_type_hints
 
@@ -55,9 +55,8 @@ def check_model(model: ModelConfig) -> None:
 
     Raises ConfigError unless each value has the type of its field and the model is possible on some grid.
     """
-    for key, kind in get_type_hints(type(model)).items():
-        if key == "lora":
-            continue
+    kinds = get_type_hints(type(model))
+    for key, kind in ((each.name, kinds[each.name]) for each in fields(model) if not each.metadata.get("derived")):
         if not _has_type(value := getattr(model, key), kind):
             raise ConfigError(f"model.{key}={value!r}: not of type {getattr(kind, '__name__', kind)}; correct it")
     check_limits(model, "model.")

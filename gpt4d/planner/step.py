@@ -17,7 +17,7 @@ from gpt4d.parallel.symbolic.tensor import SymbolicTensor
 from gpt4d.planner.device import Device, Links
 from gpt4d.planner.events import DELAYED, Drop, Event, Gather, Key, Parameter, Scatter, Start, Term, Wait, Work
 from gpt4d.planner.recording import Settings, compute_dtype, recording_of
-from gpt4d.planner.update import update
+from gpt4d.planner.update import update, update_memory
 from gpt4d.planner.workload import compiles, compute_bytes, splits_backwards, training_state
 
 
@@ -58,6 +58,7 @@ class StepWalk:
         names = [unit.name for unit in self.description.blocks]
         self.prefixes = [f"{name}." for name in names]
         self.splits_backwards = splits_backwards(config)
+        self.update_bytes = update_memory(description.parameter_counts, sizes, config.optim, compute_bytes(config))
         self.omitted = {names.index(name): count for name, count in (omitted or {}).items()}
         weights = self.description.weights_of(cached)
         for_step = config.parallel.cache_scope == "step"
@@ -105,6 +106,7 @@ class StepWalk:
             return device
         weights.schedule.finish()
         weights.reduction.finish()
+        device.scratch(self.update_bytes)
         update(device, description.parameters, self.sizes, config.optim, compute_bytes(config))
         return device
 

@@ -124,8 +124,9 @@ def bytes_of_update(config, sizes):
     return {name: axis.traffic.bytes - before[name] for name, axis in grid.active_axes.items()}
 
 
-def test_an_update_sends_the_planned_bytes(ranks):
-    config, sizes = muon_config("gpt"), GridSizes(2, 1, 2, 2)
+@pytest.mark.parametrize("model", ["gpt", "unet"])
+def test_an_update_sends_the_planned_bytes_on_average(ranks, model):
+    config, sizes = muon_config(model), GridSizes(2, 1, 2, 2)
     found = ranks.run(sizes.devices, bytes_of_update, config, sizes)
     device = Device(config.cluster, Links(config.cluster, sizes))
     update(device, registry.describe_run(config, [sizes]).parameters, sizes, config.optim, element_bytes=4)
