@@ -1,4 +1,4 @@
-"""Conversations with a model: answers equal those of transformers, on every grid, in the terminal and in files."""
+"""Conversations with a model: transformers gives the same answers, on every grid, in the terminal and in files."""
 
 import json
 import os
@@ -139,7 +139,7 @@ def interrupted_everywhere(run, during_answer):
     written = []
     made, processes = opened(run, gx=2), all_gather_json(os.getpid(), "gathering the processes")
 
-    def interrupt_both():  # the other rank waits for this one
+    def interrupt_both():  # rank 1 is interrupted first and waits for rank 0
         for process in reversed(processes):
             os.kill(process, signal.SIGINT)
 

@@ -28,8 +28,8 @@ class Launcher:
         local_rank: the variable with the rank among the processes of the node.
         world_size: returns the number of ranks of the job.
         local_world_size: returns the number of ranks on the node.
-        host: returns the host of rank 0; "" if no variable contains it.
-        start: returns a name of this start of the job, equal on all ranks; "" if there is none.
+        host: returns the host of rank 0; "" if no variable contains the host.
+        start: returns a name of this start of the job, equal on all ranks; "" for a start without a name.
         port: returns the port of rank 0. Jobs that may share a node have different ports.
         find_host: a shell command that prints the host of rank 0, for messages.
     """
@@ -99,7 +99,7 @@ def _text(*names: str) -> Callable[[Environment], str]:
 
 
 def _port_of(start: Callable[[Environment], str]) -> Callable[[Environment], int]:
-    """Return a function that derives the port from the name of the start, if there is one."""
+    """Return a function that derives the port from the name of the start; a start without a name has torch's port."""
 
     def port(environment: Environment) -> int:
         name = start(environment)

@@ -77,7 +77,7 @@ def training_images(checkpoint: Checkpoint) -> np.ndarray:
     run's configuration is missing, or if the images cannot be read.
     """
     path, model = checkpoint.path.resolve().parent.parent / "config.yaml", checkpoint.meta.model
-    settings: Any = model  # of a family of images
+    settings: Any = model  # the settings of a family of images
 
     def prepare() -> tuple[str, dict]:
         if not path.is_file():

@@ -118,7 +118,8 @@ class Exchange:
 def exchanges(matrices: Sequence[Matrix], coordinates: Sequence[Mapping[str, int]], sizes: GridSizes) -> list[Exchange]:
     """Return the exchanges of a step, between which the homes compute. Every rank gets the same ones.
 
-    Homes have about equal costs: each matrix, the most expensive first, goes to the rank with the lowest cost so far.
+    Homes have about equal costs: each matrix, in the order of falling costs, goes to the rank with the lowest cost so
+    far.
     Every exchange has about an equal part of the cost of each home. The first and the last one have a home's cheapest
     matrices, because nothing overlaps with the messages of the first one and with the results of the last one.
 

@@ -93,7 +93,7 @@ def check_past_rates(before: Mapping[str, Any], config: Config, until: int, chec
         rate = learning_rate(step, config.optim, config.train.steps)
         if rate != learning_rate(step, optim, before["train.steps"]):
             raise ConfigError(
-                f"optim.decay_from={config.optim.decay_from}: with this decay, the learning rates differ from those of "
-                f"{checkpoint} after step {step}; set checkpoint.resume to a checkpoint at or before that step, or add "
-                "checkpoint.allow_changes=[optim]"
+                f"optim.decay_from={config.optim.decay_from}: with this decay, the learning rates differ from the "
+                f"rates of {checkpoint} after step {step}; set checkpoint.resume to a checkpoint at or before that step, "
+                "or add checkpoint.allow_changes=[optim]"
             )

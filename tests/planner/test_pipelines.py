@@ -81,6 +81,7 @@ def peak_of_stage(config: Config, world_size: int) -> tuple[int, int]:
         (2, ["stages=2", "schedule=interleaved_1f1b", "chunks_per_stage=2"]),
         (2, ["stages=2", "schedule=eager_1f1b_w", "layers=16", "activation_checkpointing=selective"]),
         (3, ["stages=3", "schedule=zb_h1", "microbatches=8", "layers=12", "activation_checkpointing=full"]),
+        (2, ["stages=2", "schedule=1f1b", "layers=12", "algorithm=muon"]),
         full(2, ["stages=2", "schedule=1f1b"]),
         full(4, ["stages=4"]),
         full(2, ["stages=2", "schedule=zb_h1", "microbatches=4"]),
@@ -89,7 +90,7 @@ def peak_of_stage(config: Config, world_size: int) -> tuple[int, int]:
     ids=str,
 )
 def test_the_peak_of_each_stage_is_predicted_within_10_percent(ranks, world_size, settings):
-    group = {"layers": "model.", "activation_checkpointing": "train."}
+    group = {"layers": "model.", "activation_checkpointing": "train.", "algorithm": "optim."}
     settings = [group.get(setting.partition("=")[0], PIPELINE) + setting for setting in settings]
     config = compose([*MODEL, *settings, "train.seq_len=32"])
     planned = PipelineEstimate.of(validate(config, world_size)).memory_gib
