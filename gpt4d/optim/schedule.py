@@ -94,6 +94,6 @@ def check_past_rates(before: Mapping[str, Any], config: Config, until: int, chec
         if rate != learning_rate(step, optim, before["train.steps"]):
             raise ConfigError(
                 f"optim.decay_from={config.optim.decay_from}: with this decay, the learning rates differ from the "
-                f"rates of {checkpoint} after step {step}; set checkpoint.resume to a checkpoint at or before that step, "
-                "or add checkpoint.allow_changes=[optim]"
+                f"rates of {checkpoint} after step {step}; set checkpoint.resume to a checkpoint at or before that "
+                "step, or add checkpoint.allow_changes=[optim]"
             )
