@@ -153,7 +153,8 @@ def test_the_planner_chooses_whole_layers_with_their_memory():
     assert Estimate(split, best.sizes).memory_gib(best.micro_batch) < best.memory_gib
     small = replace(config, cluster=replace(config.cluster, memory_gib=best.memory_gib * 0.99))
     (other,) = rank(small, 8, top=1).plans
-    assert (other.sizes, other.choice) != (best.sizes, best.choice) and other.memory_gib < best.memory_gib
+    chosen_plans = [(plan.sizes, plan.micro_batch, plan.choice) for plan in (best, other)]
+    assert chosen_plans[0] != chosen_plans[1] and other.memory_gib < best.memory_gib
     validated = validate(replace(config, parallel=replace(config.parallel, mode="auto")), 8)
     assert validated.config.parallel.replicated_layers == best.choice["replicated_layers"]
 
