@@ -73,8 +73,8 @@ ROUNDING_RUNS = {
 LENGTHS = {"train.steps": "9", "train.tokens": "9e9", "train.epochs": "9"}
 ROPE = ["model.rope_scaling=llama3", "model.rope_factor=8", "model.rope_original_positions=32"]
 FAMILIES = {
-    "gpt2": [], "llama": ["model=llama_tiny", *ROPE], "olmo2": ["model=olmo2_tiny"], "gemma3": ["model=gemma3_tiny"],
-    "unet": ["model=unet_tiny"],
+    "gpt2": [], "llama": ["model=llama_tiny", *ROPE], "olmo2": ["model=olmo2_tiny", *ROPE],
+    "gemma3": ["model=gemma3_tiny"], "unet": ["model=unet_tiny"],
 }  # fmt: skip
 BASES = FAMILIES | {"muon": ["optim=muon"]}  # other values of keys are set in addition to these overrides
 RESULTS = {
@@ -108,7 +108,10 @@ RESULTS = {
     },
     "olmo2": {
         "model.key_value_heads": 4, "model.head_size": 16, "model.inner": 512, "model.norm_epsilon": 1e-5,
-        "model.rope_theta": 100,
+        "model.max_positions": 512, "model.rope_theta": 100, "model.rope_scaling": "linear", "model.rope_factor": 2,
+        "model.rope_original_positions": 64, "model.rope_low_frequency": 2, "model.rope_high_frequency": 5,
+        "model.rope_beta_slow": 2, "model.rope_beta_fast": 16, "model.rope_truncate": "false",
+        "model.rope_attention_factor": 2,
     },
     "gemma3": {
         "model.window": 32, "model.global_every": 3, "model.query_pre_attn_scalar": 64,

@@ -99,9 +99,13 @@ CASES = [  # an unused key, the reason, and the setting that makes a run read it
         for axis in ("gx", "gy", "gz", "gdata")
     ],
     *[
-        (["model=llama_tiny", f"model.rope_{key}={value}"], "rope_scaling=none", ["model.rope_scaling=llama3"])
+        ([f"model={family}_tiny", f"model.rope_{key}={value}"], "rope_scaling=none", ["model.rope_scaling=llama3"])
+        for family in ("llama", "olmo2")
         for key, value in (("factor", 8), ("original_positions", 64), ("low_frequency", 2), ("high_frequency", 8))
     ],
+    (["model=llama_tiny", "model.rope_factor=8"], "=linear or llama3 or yarn", ["model.rope_scaling=linear"]),
+    (["model=llama_tiny", "model.rope_scaling=linear", "model.rope_original_positions=64"], "=linear does not read it",
+     ["model.rope_scaling=yarn"]),
     *[
         (["model=llama_1b", f"model.rope_{key}={value}"], "=llama3 does not read it", ["model.rope_scaling=yarn"])
         for key, value in (("beta_slow", 2), ("beta_fast", 8), ("truncate", "false"), ("attention_factor", 2))

@@ -226,7 +226,7 @@ _evaluated = _any(_on_text, _unless("evaluate.every", 0, remedy="set evaluate.ev
 
 
 def _rope(*scalings: str) -> Condition:
-    others = {"none", "llama3", "yarn"} - {*scalings}
+    others = {"none", "linear", "llama3", "yarn"} - {*scalings}
     return _unless("model.rope_scaling", *others, remedy=f"set model.rope_scaling={' or '.join(scalings)}")
 
 
@@ -296,7 +296,8 @@ _CONDITIONS: dict[str, Condition] = {
     ),
     "logging.sample_images": _on_images,
     "logging.sample_steps": _any(_on_images, _unless("logging.sample_images", 0, remedy="set logging.sample_images")),
-    **{f"model.rope_{key}": _rope("llama3", "yarn") for key in ("factor", "original_positions")},
+    "model.rope_factor": _rope("linear", "llama3", "yarn"),
+    "model.rope_original_positions": _rope("llama3", "yarn"),
     **{f"model.rope_{key}": _rope("llama3") for key in ("low_frequency", "high_frequency")},
     **{f"model.rope_{key}": _rope("yarn") for key in ("beta_slow", "beta_fast", "truncate", "attention_factor")},
 }

@@ -71,6 +71,8 @@ class Family:
         config: the dataclass of its settings.
         structure: the settings that decide which parameters exist and how they are used; they must equal the settings
             of a checkpoint.
+        positions: the part of ``structure`` that sets positions without weights. A run may start from the weights of a
+            model with other values of them.
         task: the name of the task that such models are trained for.
         unit: the unit of progress: tokens, or images.
         check: raises ConfigError for settings that are impossible on any grid.
@@ -89,11 +91,17 @@ class Family:
     describe: Callable[[Any], Description]
     adapter: str | None = None
     hf_model_types: tuple[str, ...] = ()
+    positions: tuple[str, ...] = ()
 
     def hugging_face(self) -> HuggingFaceAdapter:
         """Return the adapter, which imports torch and may import a library of Hugging Face."""
         assert self.adapter, f"{self.name} has no adapter"
         return cast(HuggingFaceAdapter, import_module(self.adapter))
+
+    def changed_positions(self, before: ModelConfig, after: ModelConfig) -> dict[str, tuple[Any, Any]]:
+        """Return the settings in ``positions`` that differ between two models, by name, with both values."""
+        values = {key: (getattr(before, key), getattr(after, key)) for key in self.positions}
+        return {key: pair for key, pair in values.items() if pair[0] != pair[1]}
 
     def units_per_sample(self, config: Config) -> int:
         """Return the number of units in a sample of a run."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, cast
 
 from gpt4d.config import COUNT, SIZE, Config, ConfigError, GridSizes, ModelConfig, divisors, setting
@@ -22,6 +22,8 @@ class TextConfig(Protocol):
 
     @property
     def padded_vocab_size(self) -> int: ...
+
+    def extension(self, length: int) -> list[str]: ...
 
 
 def head(config: TextConfig) -> LinearSpec:
@@ -71,14 +73,30 @@ class TransformerConfig(PaddedVocabulary, ModelConfig):
     )
     width_key = "hidden"
 
+    def extension(self, length: int) -> list[str]:
+        """Return the overrides that extend a trained model to ``length`` tokens; empty if its positions are learned."""
+        return []
+
+
+def structure_of(settings: type[TransformerConfig]) -> tuple[str, ...]:
+    """Return all settings of a family that decide which parameters exist and how they are used."""
+    keys = [field.name for field in fields(settings) if not field.metadata.get("derived")]
+    return tuple(key for key in keys if key not in ("name", "vocab_multiple", "base_hidden"))
+
 
 def check_length(config: Config) -> None:
     """Raise ConfigError if ``train.seq_len`` exceeds ``model.max_positions`` or is not divisible by the loss chunks."""
-    length, most = config.train.seq_len, cast(TextConfig, config.model).max_positions
-    if length > most:
+    model, length = cast(TextConfig, config.model), config.train.seq_len
+    if length > model.max_positions:
+        problem = f"train.seq_len={length}: longer than model.max_positions={model.max_positions}"
+        own = f"model.max_positions={length}"
+        if settings := model.extension(length):
+            raise ConfigError(
+                f"{problem}; lower it, extend a trained model by RoPE scaling with {' '.join(settings)}, or train a "
+                f"new model with {own}"
+            )
         raise ConfigError(
-            f"train.seq_len={length}: longer than model.max_positions={most}; "
-            "lower train.seq_len or raise model.max_positions"
+            f"{problem}, and learned positions cannot be extended; lower it, or train a new model with {own}"
         )
     if length % config.train.loss_chunks:
         raise ConfigError(

@@ -35,7 +35,8 @@ MODEL = LlamaConfig(
 LLAMA3 = replace(MODEL, tied=False, rope_theta=5e5, rope_scaling="llama3", rope_factor=8.0, rope_original_positions=16)
 YARN = replace(MODEL, qk_norm=True, rope_scaling="yarn", rope_factor=4.0, rope_original_positions=16)
 OLMO2 = Olmo2Config(
-    layers=2, hidden=32, heads=4, key_value_heads=2, head_size=8, inner=48, vocab_size=50, max_positions=64
+    layers=2, hidden=32, heads=4, key_value_heads=2, head_size=8, inner=48, vocab_size=50, max_positions=64,
+    rope_scaling="yarn", rope_factor=4.0, rope_original_positions=16,
 )  # fmt: skip
 GEMMA3 = Gemma3Config(
     layers=3, hidden=32, heads=4, key_value_heads=2, head_size=8, inner=48, vocab_size=50, max_positions=64, window=7,
@@ -72,7 +73,7 @@ def tensors(directory):
 
 @pytest.mark.parametrize(
     "config",
-    [MODEL, LLAMA3, replace(MODEL, qkv_bias=True), YARN, OLMO2, GEMMA3],
+    [MODEL, LLAMA3, replace(MODEL, qkv_bias=True, rope_scaling="linear", rope_factor=2.0), YARN, OLMO2, GEMMA3],
     ids=["llama", "llama3", "qwen2", "qwen3", "olmo2", "gemma3"],
 )
 def test_an_import_exported_again_is_equal_tensor_by_tensor(tmp_path, config):
@@ -132,6 +133,15 @@ def test_an_import_with_a_chat_template_prints_a_command_for_text_and_one_for_co
     (source / "chat_template.jinja").unlink()
     main(["import", f"source={source}", f"out={tmp_path / 'other'}"])
     assert "data=chat" not in capsys.readouterr().out
+
+
+def test_an_import_with_all_default_sizes_of_its_family_prints_a_command_with_sizes(tmp_path, capsys):
+    source = tmp_path / "source"
+    save(source, LlamaConfig())
+    main(["import", f"source={source}", f"out={tmp_path / 'run'}", "tokenizer=none"])
+    command = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("python"))
+    words = [word for word in command.split() if "=" in word and "data.path" not in word]
+    assert replace(compose(words).model, name="") == LlamaConfig(name="")
 
 
 def test_a_tokenizer_is_optional_and_can_come_from_elsewhere(tmp_path):

@@ -1,5 +1,6 @@
 """A family's description has the same parameters, edges and divisibility as its model."""
 
+import pytest
 import torch
 
 from gpt4d.config import GridSizes, compose
@@ -35,3 +36,10 @@ def stream_shapes(sizes):
 def test_activations_between_blocks_have_the_described_layout(ranks):
     for shapes, expected in ranks.run(8, stream_shapes, GridSizes(2, 2, 2, 1)):
         assert shapes == [expected] * (TINY_MODEL.layers + 1)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "olmo2", "gemma3", "unet"])
+def test_adapters_and_relative_widths_may_differ_from_a_checkpoints_and_positions_are_structure(name):
+    family = registry.get(name)
+    assert not {"name", "lora", "width"} & {*family.structure}
+    assert {*family.positions} <= {*family.structure}

@@ -148,7 +148,10 @@ def test_settings_that_a_file_omits_are_those_of_transformers():
     [
         ({"tie_word_embeddings": True}, "tie_word_embeddings=True in config.json is not supported"),
         ({"attention_bias": True}, "attention_bias=True"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'.*rope_type=default"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}},
+            "rope_type='dynamic'.*rope_type=default, linear",
+        ),
     ],
 )
 def test_what_would_be_computed_differently_is_rejected(changes, message):

@@ -32,6 +32,10 @@ class Gemma3Config(LlamaSizes):
         sizes = {field.name: getattr(self, field.name) for field in fields(LlamaSizes)}
         return LlamaConfig(**sizes, qk_norm=True, rope_theta=self.rope_theta)
 
+    def extension(self, length: int) -> list[str]:
+        factor = self.rope_linear_factor * length / self.max_positions
+        return [f"model.max_positions={length}", f"model.rope_linear_factor={factor:.12g}"]
+
     @property
     def global_blocks(self) -> list[bool]:
         """Whether each block attends to all earlier tokens."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from gpt4d.model.gemma3 import FAMILY
 from gpt4d.model.gemma3.config import Gemma3Config
 from gpt4d.model.hugging_face_settings import check_sizes, check_supported, unsupported
 from gpt4d.model.llama import hugging_face as llama
@@ -41,6 +42,12 @@ def documents(config: Gemma3Config, source: Mapping[str, Any]) -> dict[str, dict
         "rope_local_base_freq": config.rope_local_theta,
         "rope_scaling": scaling,
     }
+    if source and FAMILY.changed_positions(config_from_hf(config.name, values), config):
+        values |= {
+            "max_position_embeddings": config.max_positions,
+            "rope_parameters": _rope_parameters(config),
+            **older,
+        }
     return {"config.json": values | {key: value for key, value in older.items() if key not in values}}
 
 
@@ -49,20 +56,21 @@ def hf_config(config: Gemma3Config) -> "PretrainedConfig":
     from transformers import Gemma3TextConfig
 
     of_llama = llama.hf_config(config.llama).to_dict()
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if config.rope_linear_factor != 1:
-        rope |= {"rope_type": "linear", "factor": config.rope_linear_factor}
     values = {key: value for key, value in of_llama.items() if key in Gemma3TextConfig.__annotations__} | {
         "architectures": ["Gemma3ForCausalLM"],
         "sliding_window": config.window,
         "layer_types": _layer_types(config.global_blocks),
         "query_pre_attn_scalar": config.query_pre_attn_scalar,
-        "rope_parameters": {
-            _GLOBAL: rope,
-            _LOCAL: {"rope_type": "default", "rope_theta": config.rope_local_theta},
-        },
+        "rope_parameters": _rope_parameters(config),
     }
     return Gemma3TextConfig(**values)
+
+
+def _rope_parameters(config: Gemma3Config) -> dict[str, dict[str, Any]]:
+    everywhere: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.rope_linear_factor != 1:
+        everywhere |= {"rope_type": "linear", "factor": config.rope_linear_factor}
+    return {_GLOBAL: everywhere, _LOCAL: {"rope_type": "default", "rope_theta": config.rope_local_theta}}
 
 
 def _layer_types(global_blocks: Sequence[bool]) -> list[str]:

@@ -2,28 +2,19 @@
 
 from gpt4d.config import Config, ConfigError, divisors
 from gpt4d.model.family import Family
-from gpt4d.model.llama.config import LlamaConfig
+from gpt4d.model.llama.config import ROPE_KEYS, LlamaConfig
 from gpt4d.model.llama.model import describe
-from gpt4d.model.text_config import check_length
-
-_SIZES = ("layers", "hidden", "heads", "key_value_heads", "head_size", "inner", "vocab_size", "vocab_multiple")
-_ROPE = (
-    "rope_theta",
-    "rope_scaling",
-    "rope_factor",
-    "rope_original_positions",
-    "rope_low_frequency",
-    "rope_high_frequency",
-    "rope_beta_slow",
-    "rope_beta_fast",
-    "rope_truncate",
-    "rope_attention_factor",
-)
+from gpt4d.model.text_config import check_length, structure_of
 
 
 def _check(config: Config) -> None:
-    model = config.model
-    assert isinstance(model, LlamaConfig)
+    assert isinstance(config.model, LlamaConfig)
+    check_layers(config.model)
+    check_length(config)
+
+
+def check_layers(model: LlamaConfig) -> None:
+    """Raise ConfigError for layers that are impossible on any grid."""
     if model.heads % model.key_value_heads:
         choices = ", ".join(map(str, divisors(model.heads)))
         raise ConfigError(
@@ -34,13 +25,11 @@ def _check(config: Config) -> None:
         raise ConfigError(
             f"model.head_size={model.head_size}: odd; use an even number, since rotary positions turn pairs of features"
         )
-    _check_rope(model)
-    check_length(config)
+    if model.rope_scaling in ("llama3", "yarn"):
+        _check_rope(model)
 
 
 def _check_rope(model: LlamaConfig) -> None:
-    if model.rope_scaling == "none":
-        return
     if model.rope_original_positions < 1:
         raise ConfigError(
             f"model.rope_original_positions={model.rope_original_positions}: set it to the longest sequence of the "
@@ -55,7 +44,8 @@ def _check_rope(model: LlamaConfig) -> None:
 FAMILY = Family(
     name="llama",
     config=LlamaConfig,
-    structure=(*_SIZES[:-1], "max_positions", "norm_epsilon", "tied", "qkv_bias", "qk_norm", *_ROPE),
+    structure=structure_of(LlamaConfig),
+    positions=("max_positions", *ROPE_KEYS),
     task="language_modeling",
     unit="tokens",
     check=_check,

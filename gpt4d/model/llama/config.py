@@ -1,10 +1,12 @@
 """The settings of a Llama, a Qwen2 or a Qwen3."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from gpt4d.config import SIZE, redefined, setting
 from gpt4d.model.text_config import TransformerConfig
+
+ROPE_SCALINGS = ("none", "linear", "llama3", "yarn")
 
 
 @dataclass
@@ -32,19 +34,13 @@ class LlamaSizes(TransformerConfig):
 
 
 @dataclass
-class LlamaConfig(LlamaSizes):
-    """A Llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention.
+class RotaryConfig(LlamaSizes):
+    """The settings of all families whose rotary positions can be scaled in each of transformers' static ways."""
 
-    Qwen2 also has biases of queries, keys and values, and Qwen3 has norms of queries and keys.
-    """
-
-    tied: bool = setting(True, "the head is the token embedding")
-    qkv_bias: bool = setting(False, "biases of queries, keys and values")
-    qk_norm: bool = setting(False, "an RMSNorm of each head of queries and keys")
     rope_theta: float = setting(1e4, "base of the rotary frequencies", above=1)
-    rope_scaling: str = setting("none", "scaling for longer sequences", choices=("none", "llama3", "yarn"))
+    rope_scaling: str = setting("none", "scaling for longer sequences", choices=ROPE_SCALINGS)
     rope_factor: float = setting(1.0, "ratio of the maximum lengths with and without scaling", **SIZE)
-    rope_original_positions: int = setting(0, "maximum length before scaling", **(SIZE | {"at_least": 0}))
+    rope_original_positions: int = setting(0, "llama3, yarn: maximum length before scaling", **(SIZE | {"at_least": 0}))
     rope_low_frequency: float = setting(
         1.0, "llama3: maximum rotations of frequencies that rope_factor divides", above=0
     )
@@ -55,3 +51,31 @@ class LlamaConfig(LlamaSizes):
     rope_attention_factor: float = setting(
         0.0, "yarn: factor of queries and keys; 0: 0.1·ln(rope_factor) + 1", **(SIZE | {"at_least": 0})
     )
+
+    def extension(self, length: int) -> list[str]:
+        original = self.rope_original_positions or self.max_positions / self.rope_factor
+        factor, settings = length / original, [f"model.max_positions={length}"]
+        if self.rope_scaling == "none":
+            settings += [
+                "model.rope_scaling=yarn",
+                f"model.rope_factor={length / self.max_positions:.12g}",
+                f"model.rope_original_positions={self.max_positions}",
+            ]
+        elif factor > self.rope_factor:
+            settings.append(f"model.rope_factor={factor:.12g}")
+        return settings
+
+
+@dataclass
+class LlamaConfig(RotaryConfig):
+    """A Llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention.
+
+    Qwen2 also has biases of queries, keys and values, and Qwen3 has norms of queries and keys.
+    """
+
+    tied: bool = setting(True, "the head is the token embedding")
+    qkv_bias: bool = setting(False, "biases of queries, keys and values")
+    qk_norm: bool = setting(False, "an RMSNorm of each head of queries and keys")
+
+
+ROPE_KEYS = tuple(field.name for field in fields(RotaryConfig) if field.name.startswith("rope_"))

@@ -2,35 +2,39 @@
 
 import math
 
-from gpt4d.model.llama.config import LlamaConfig
+from gpt4d.model.llama.config import RotaryConfig
 
 
-def frequencies(config: LlamaConfig) -> list[float]:
+def frequencies(config: RotaryConfig) -> list[float]:
     """Return the angle per position, in radians, of each pair of a head's features."""
     size = config.head_size
     plain = [config.rope_theta ** (-2 * pair / size) for pair in range(size // 2)]
     if config.rope_scaling == "none":
         return plain
-    share = _llama3_share if config.rope_scaling == "llama3" else _yarn_share
-    shares = [share(config, pair, frequency) for pair, frequency in enumerate(plain)]
+    shares = [_SHARES[config.rope_scaling](config, pair, frequency) for pair, frequency in enumerate(plain)]
     return [f * (kept + (1 - kept) / config.rope_factor) for f, kept in zip(plain, shares, strict=True)]
 
 
-def scale(config: LlamaConfig) -> float:
+def scale(config: RotaryConfig) -> float:
     """Return the factor of rotated queries and keys: YaRN sharpens the attention of long sequences."""
     if config.rope_scaling != "yarn":
         return 1.0
     return config.rope_attention_factor or 0.1 * math.log(max(config.rope_factor, 1.0)) + 1
 
 
-def _llama3_share(config: LlamaConfig, pair: int, frequency: float) -> float:
+def _linear_share(config: RotaryConfig, pair: int, frequency: float) -> float:
+    """Return no share of the unscaled frequency: all frequencies are divided by the factor (Chen et al., 2023)."""
+    return 0.0
+
+
+def _llama3_share(config: RotaryConfig, pair: int, frequency: float) -> float:
     """Return the share of the unscaled frequency, from 0 for slow pairs to 1 for fast pairs (Llama 3.1)."""
     rotations = config.rope_original_positions * frequency / (2 * math.pi)
     low, high = config.rope_low_frequency, config.rope_high_frequency
     return min(1.0, max(0.0, (rotations - low) / (high - low)))
 
 
-def _yarn_share(config: LlamaConfig, pair: int, frequency: float) -> float:
+def _yarn_share(config: RotaryConfig, pair: int, frequency: float) -> float:
     """Return the share of the unscaled frequency, a ramp over the pairs of features (YaRN, §3.2)."""
 
     def place(rotations: float) -> float:
@@ -45,3 +49,6 @@ def _yarn_share(config: LlamaConfig, pair: int, frequency: float) -> float:
     if first == last:
         last += 0.001
     return 1 - min(1.0, max(0.0, (pair - first) / (last - first)))
+
+
+_SHARES = {"linear": _linear_share, "llama3": _llama3_share, "yarn": _yarn_share}

@@ -14,7 +14,8 @@ import torch
 
 from gpt4d.config import ConfigError
 from gpt4d.model.hugging_face_settings import TEXT_USAGE, check_sizes, check_supported, unsupported
-from gpt4d.model.llama.config import LlamaConfig
+from gpt4d.model.llama import FAMILY
+from gpt4d.model.llama.config import ROPE_SCALINGS, LlamaConfig
 from gpt4d.parallel.layers.linear import concatenate, separate
 
 if TYPE_CHECKING:
@@ -83,7 +84,12 @@ def documents(config: LlamaConfig, source: Mapping[str, Any]) -> dict[str, dict[
     """Return ``config.json``, also with the names of rotary settings that transformers 4 reads."""
     values = dict(source or json.loads(hf_config(config).to_json_string()))
     rope = _rope_parameters(config)
-    older = {"rope_theta": rope.pop("rope_theta"), "rope_scaling": None if config.rope_scaling == "none" else rope}
+    older = {"rope_theta": rope["rope_theta"], "rope_scaling": None}
+    if config.rope_scaling != "none":
+        older["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
+    if source and FAMILY.changed_positions(config_from_hf(config.name, values), config):
+        values.pop("original_max_position_embeddings", None)
+        values |= {"max_position_embeddings": config.max_positions, "rope_parameters": rope, **older}
     return {"config.json": values | {key: value for key, value in older.items() if key not in values}}
 
 
@@ -115,11 +121,10 @@ def _rope_parameters(config: LlamaConfig) -> dict[str, Any]:
     values: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_type": "default"}
     if config.rope_scaling == "none":
         return values
-    values |= {
-        "rope_type": config.rope_scaling,
-        "factor": config.rope_factor,
-        "original_max_position_embeddings": config.rope_original_positions,
-    }
+    values |= {"rope_type": config.rope_scaling, "factor": config.rope_factor}
+    if config.rope_scaling == "linear":
+        return values
+    values["original_max_position_embeddings"] = config.rope_original_positions
     if config.rope_scaling == "llama3":
         return values | {"low_freq_factor": config.rope_low_frequency, "high_freq_factor": config.rope_high_frequency}
     values |= {"beta_slow": config.rope_beta_slow, "beta_fast": config.rope_beta_fast, "truncate": config.rope_truncate}
@@ -180,9 +185,13 @@ def _rope_settings(source: str, values: dict) -> dict[str, Any]:
     settings: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta") or values.get("rope_theta") or 1e4)}
     if kind == "default":
         return settings
-    if kind not in ("llama3", "yarn"):
-        raise unsupported(source, "rope_type", kind, "default, llama3 or yarn")
-    original = rope.get("original_max_position_embeddings") or values["max_position_embeddings"]
+    if kind not in ROPE_SCALINGS[1:]:
+        raise unsupported(source, "rope_type", kind, "default, linear, llama3 or yarn")
+    if kind == "linear":
+        return settings | {"rope_scaling": kind, "rope_factor": float(rope["factor"])}
+    # transformers also reads the first of these keys first.
+    given = values.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    original = given or values["max_position_embeddings"]
     factor = rope.get("factor") or values["max_position_embeddings"] / original
     settings |= {"rope_scaling": kind, "rope_factor": float(factor), "rope_original_positions": int(original)}
     ours = {

@@ -1,23 +1,25 @@
 """OLMo 2: RMSNorm behind each branch, norms of all queries and of all keys, rotary positions, SwiGLU. No torch here."""
 
-from dataclasses import fields, replace
-
 from gpt4d.config import Config
 from gpt4d.model.family import Family
-from gpt4d.model.llama import FAMILY as LLAMA
+from gpt4d.model.llama import check_layers
+from gpt4d.model.llama.config import ROPE_KEYS
 from gpt4d.model.olmo2.config import Olmo2Config
 from gpt4d.model.olmo2.model import describe
+from gpt4d.model.text_config import check_length, structure_of
 
 
 def _check(config: Config) -> None:
     assert isinstance(config.model, Olmo2Config)
-    LLAMA.check(replace(config, model=config.model.llama))
+    check_layers(config.model.llama)
+    check_length(config)
 
 
 FAMILY = Family(
     name="olmo2",
     config=Olmo2Config,
-    structure=tuple(field.name for field in fields(Olmo2Config) if field.name not in ("name", "vocab_multiple")),
+    structure=structure_of(Olmo2Config),
+    positions=("max_positions", *ROPE_KEYS),
     task="language_modeling",
     unit="tokens",
     check=_check,

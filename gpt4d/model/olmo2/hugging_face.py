@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gpt4d.model.hugging_face_settings import check_supported, unsupported
+from gpt4d.model.hugging_face_settings import check_supported
 from gpt4d.model.llama import hugging_face as llama
 from gpt4d.model.olmo2.config import Olmo2Config
 
@@ -74,6 +74,4 @@ def config_from_hf(source: str, values: dict) -> Olmo2Config:
     """Return gpt4d's settings for a ``config.json``. Raises ConfigError for unsupported settings."""
     check_supported(source, values, {"tie_word_embeddings": (False, None)})
     found = llama.config_from_hf(source, {"rms_norm_eps": 1e-5, **values})
-    if found.rope_scaling != "none":
-        raise unsupported(source, "rope_type", found.rope_scaling, "default")
     return Olmo2Config(**{field.name: getattr(found, field.name) for field in fields(Olmo2Config)})

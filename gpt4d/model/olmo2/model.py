@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from gpt4d.model.description import Description
 from gpt4d.model.llama.config import LlamaConfig
-from gpt4d.model.llama.frequencies import frequencies
+from gpt4d.model.llama.frequencies import frequencies, scale
 from gpt4d.model.llama.model import LlamaAttentionSpec, LlamaMLPSpec, norm
 from gpt4d.model.llama.model import describe as describe_llama
 from gpt4d.model.olmo2.config import Olmo2Config
@@ -80,7 +80,8 @@ class Olmo2BlockSpec(LayerSpec):
 def model(config: Olmo2Config) -> TextModelSpec:
     """Return the spec of an OLMo 2."""
     llama = config.llama
-    return TextModelSpec(config, Olmo2BlockSpec(llama, Rotary(frequencies(llama))), norm(llama), {})
+    rotary = Rotary(frequencies(llama), scale(llama))
+    return TextModelSpec(config, Olmo2BlockSpec(llama, rotary), norm(llama), {})
 
 
 def describe(config: Olmo2Config) -> Description:
