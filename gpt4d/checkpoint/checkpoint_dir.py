@@ -194,10 +194,11 @@ class Checkpoint:
         """Return the content of the named files that the manifest lists."""
         return {name: (self.path / name).read_bytes() for name in names if name in self.manifest}
 
-    def check_fits(self, model: ModelConfig, remedy: str = _NEW_RUN) -> None:
+    def check_fits(self, model: ModelConfig, remedy: str = _NEW_RUN, other_positions: bool = False) -> None:
         """Raise ConfigError unless the checkpoint's model has the same family and structure as ``model``.
 
-        Adapters of ``model`` may be new. ``remedy``: the alternative to the checkpoint's value, for the message.
+        Adapters of ``model`` may be new. With ``other_positions`` so may settings of positions without weights.
+        ``remedy``: the alternative to the checkpoint's value, for the message.
         """
         stored, family = self.meta.model, registry.of(model)
         if type(stored) is not family.config:
@@ -205,7 +206,8 @@ class Checkpoint:
                 f"model={family.name}: the checkpoint {self.path} is of family {registry.of(stored).name}; use a model "
                 f"of that family or {remedy}"
             )
-        for key in family.structure:
+        compared = [key for key in family.structure if not (other_positions and key in family.positions)]
+        for key in compared:
             if getattr(stored, key) != getattr(model, key):
                 raise ConfigError(
                     f"model.{key}={getattr(model, key)}: the checkpoint {self.path} has {getattr(stored, key)}; use "
@@ -330,12 +332,12 @@ def check_run(config: Config) -> dict[str, Change]:
 def initial(config: Config) -> Checkpoint | None:
     """Return the checkpoint ``checkpoint.init`` with the initial weights of a new run; None if the key is not set.
 
-    Raises ConfigError if it does not fit the model.
+    Raises ConfigError if it does not fit the model. Only its settings of positions without weights may be others.
     """
     if config.checkpoint.init is None:
         return None
     checkpoint = Checkpoint.open(Path(os.path.expanduser(config.checkpoint.init)))
-    checkpoint.check_fits(config.model, OTHER_INIT)
+    checkpoint.check_fits(config.model, OTHER_INIT, other_positions=True)
     return checkpoint
 
 

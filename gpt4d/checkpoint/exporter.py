@@ -61,7 +61,8 @@ def export(
         if tokenizer:
             if not source:  # An imported model keeps its own ids.
                 documents[_MODEL_SETTINGS] |= _special_token_ids(tokenizer, stored)
-            transformers_tokenizer.write(tokenizer, stored, directory, cast(Any, meta.model).max_positions)
+            length, former_length = cast(Any, meta.model).max_positions, source.get("max_position_embeddings")
+            transformers_tokenizer.write(tokenizer, stored, directory, length, former_length)
         if adapter.HAS_TOKENIZER:
             key = "torch_dtype" if "torch_dtype" in source else "dtype"
             documents[_MODEL_SETTINGS][key] = dtype

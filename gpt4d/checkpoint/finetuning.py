@@ -24,6 +24,8 @@ def commands(imported: Path, model: ModelConfig) -> dict[str, str]:
     family = registry.of(model)
     defaults = asdict(type(model)(name=model.name, lora=model.lora, width=model.width))
     changed = {key: value for key, value in asdict(model).items() if value != defaults[key]}
+    if not changed:  # A family without any size is not a choice of model.
+        changed = {key: getattr(model, key) for key in family.structure}
     settings = [f"model={family.name}", *(f"model.{key}={_text(value)}" for key, value in changed.items())]
     if model.lora:
         settings += [f"lora.{key}={_text(value)}" for key, value in asdict(model.lora).items()]

@@ -13,6 +13,7 @@ from gpt4d.checkpoint.checkpoint_dir import Checkpoint, Damaged, Meta, Progress
 from gpt4d.checkpoint.saving import Saver
 from gpt4d.config import Change, ConfigError, length_key, recorded_settings
 from gpt4d.data import tokenizers
+from gpt4d.model import registry
 from gpt4d.monitor import LossMonitor, all_finite
 from gpt4d.optim.optimizer import Optimizer
 from gpt4d.optim.schedule import learning_rate
@@ -134,6 +135,10 @@ class RunCheckpoints:
         self.initial = checkpoint.path
         message = f"starting from the {'averaged ' if averaged else ''}weights of {checkpoint.path}"
         self.log.event("init", message, path=str(checkpoint.path), averaged=averaged)
+        family, stored = registry.of(config.model), checkpoint.meta.model
+        for name, (before, after) in family.changed_positions(stored, config.model).items():
+            message = f"model.{name}={after}: {before} in the training of the initial weights"
+            self.log.event("change", message, step=0, key=f"model.{name}", before=before, after=after)
 
     def _inherit(self, checkpoint: Checkpoint) -> None:
         self._inherited = checkpoint.documents((*checkpoint_dir.MODEL_FILES, *tokenizers.COMPANIONS))

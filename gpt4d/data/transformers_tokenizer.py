@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 GENERATION_SETTINGS = "generation_config.json"
 
 
-def write(tokenizer: Tokenizer, files: Mapping[str, bytes], directory: Path, max_length: int) -> None:
+def write(
+    tokenizer: Tokenizer, files: Mapping[str, bytes], directory: Path, max_length: int, former_length: int | None = None
+) -> None:
     """Write a tokenizer such that transformers 4 and 5 load it.
 
     Args:
@@ -25,6 +27,7 @@ def write(tokenizer: Tokenizer, files: Mapping[str, bytes], directory: Path, max
         files: its files, by name.
         directory: existing directory to write to.
         max_length: maximum length of the model's texts, for a tokenizer without settings.
+        former_length: maximum length before the model was extended. ``max_length`` replaces it in the settings.
     """
     if tokenizers.SETTINGS in files:
         for name in {tokenizers.FILE, *tokenizers.COMPANIONS} & files.keys():
@@ -44,6 +47,8 @@ def write(tokenizer: Tokenizer, files: Mapping[str, bytes], directory: Path, max
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(settings.get("extra_special_tokens"), list):  # transformers 4 expects a dictionary there
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    if settings.get("model_max_length") == former_length:
+        settings["model_max_length"] = max_length
     if settings != before:
         text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
         (directory / tokenizers.SETTINGS).write_text(text, encoding="utf-8")
