@@ -49,7 +49,7 @@ ONE_OF_EACH_FAMILY = [model if model in _FIRST else full(model) for model in SHI
         ("train.steps=1.5", "train.steps: Value '1.5' of type 'float' could not be converted to Integer"),
         ("model=gpt_125M", "model=gpt_125M: there is no such choice; did you mean gpt_125m?"),
         ("cluster=a100", "did you mean dgx_a100?"),
-        ("train=foo", "use one of default, finetune, long_context"),
+        ("train=foo", "use one of default, finetune, long_context, seq_8192"),
         ("optim=lion", "use optim=adamw or optim=muon"),
         ("parallel.tp=2", "use parallel.gx, and parallel.gy for a second dimension"),
         ("parallel.pp=2", "did you mean parallel.pipeline.stages?"),

@@ -59,10 +59,10 @@ def test_the_commands_are_found():
 def directory(tmp_path_factory):
     """Return a directory with the files that the documentation names."""
     directory = tmp_path_factory.mktemp("documented")
-    tokenizer = re.search(r"data.tokenizer=(runs/\S+)", "\n".join(COMMANDS))
-    for name in ("books/a.txt", "letters/a.txt", "code/a.py", "dialogs/a.jsonl", "docs/a/a.md", tokenizer[1]):
+    tokenizers = {*re.findall(r"data.tokenizer=(runs/\S+)", "\n".join(COMMANDS))}
+    for name in ("books/a.txt", "letters/a.txt", "code/a.py", "dialogs/a.jsonl", "docs/a/a.md", *tokenizers):
         path = directory / name
-        path.parent.mkdir(parents=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("text " * 1000)
     for name in ("crawl", "books"):
         path = directory / "tokens" / name / "train_0000.tokens"

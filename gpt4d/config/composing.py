@@ -177,11 +177,18 @@ def register_model(name: str, schema: type[ModelConfig]) -> None:
 def _register_schema() -> None:
     """Register ``Config`` with Hydra, which then checks ``configs/train.yaml`` and all overrides against it."""
     from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
 
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
     store.store(group="optim", name="adamw", node=OptimConfig)  # overrides the values in the model's file
     register_resolver()
+    OmegaConf.register_new_resolver("sequences", _sequences, replace=True)
+
+
+def _sequences(tokens: int, length: int) -> int:
+    """Return the largest power of two of sequences that have at most ``tokens`` tokens in total; at least 1."""
+    return 1 << max(0, (tokens // length).bit_length() - 1)
 
 
 _register_schema()
