@@ -134,7 +134,11 @@ def test_an_invalid_override_is_reported_in_one_line(override, message):
         (1, ["parallel.replicated_layers=5"], "parallel.replicated_layers=5: not a number of blocks; use 0 to 4"),
         (1, ["cluster.hidden=1.5"], "cluster.hidden=1.5: use a value of at most 1"),
         (1, ["model.dropout=1.0"], "model.dropout=1.0"),
-        (1, ["data.tokenizer_vocab=5000"], "data.tokenizer_vocab=5000: more than model.vocab_size=4096"),
+        (
+            1,
+            ["model.vocab_size=4096", "data.tokenizer_vocab=5000"],
+            "data.tokenizer_vocab=5000: more than model.vocab_size=4096",
+        ),
         (1, ["data=text"], "data.path=null: data.source=text needs a path; set a glob"),
         (1, ["data=text", "data.path=/no/such/*.txt"], "data.path='/no/such/*.txt': matches no file"),
         (1, ["data=text", "data.path=tests"], "data.path='tests': matches directories only; use 'tests/*.txt'"),

@@ -15,6 +15,7 @@ SCHEMAS += [registry.get(name).config for name in ("gpt2", "llama", "olmo2", "ge
 FIELDS = [(kind, field) for kind in SCHEMAS for field in fields(kind) if not field.metadata.get("derived")]
 LIMITED = [row for row in FIELDS if row[1].metadata["limits"] != Limits()]
 RESOLVED = {"DataConfig": {"tokenizer_vocab": None}, "TrainConfig": {"seq_len": 1}}  # their defaults are interpolated
+RESOLVED |= {registry.get(name).config.__name__: {"vocab_size": 1} for name in ("gpt2", "llama", "olmo2", "gemma3")}
 
 
 def defaults(kind):

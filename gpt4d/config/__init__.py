@@ -26,6 +26,9 @@ from gpt4d.config.composing import (
 from gpt4d.config.data_checks import (
     CHECKPOINT,
     HEADER,
+    BlendStage,
+    blend_paths,
+    blend_stages,
     check_data,
     check_image_data,
     check_remote,
@@ -60,7 +63,7 @@ from gpt4d.config.identity import (
     recorded_settings,
 )
 from gpt4d.config.keys import known_keys
-from gpt4d.config.length import length_key, with_epochs, with_steps
+from gpt4d.config.length import length_key, samples_of_run, with_epochs, with_steps
 from gpt4d.config.overrides import asks_for_help, flag_error
 from gpt4d.config.pipeline import (
     check_pipeline,
@@ -99,3 +102,4 @@ from gpt4d.config.values import (
     shortened,
     value_of,
 )
+from gpt4d.config.vocabulary import register_tokenizer_size, tokenizer_size

@@ -7,10 +7,10 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
+from gpt4d.config import machine, vocabulary
 from gpt4d.config.fields import ConfigError, check_limits
 from gpt4d.config.keys import known_keys, model_schemas, unknown_key
 from gpt4d.config.length import with_steps
-from gpt4d.config.machine import register_resolver
 from gpt4d.config.overrides import check_text, checked_overrides, whole_number
 from gpt4d.config.schema import ClusterConfig, Config, ModelConfig, OptimConfig
 from gpt4d.config.values import flattened
@@ -182,7 +182,8 @@ def _register_schema() -> None:
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
     store.store(group="optim", name="adamw", node=OptimConfig)  # overrides the values in the model's file
-    register_resolver()
+    machine.register_resolver()
+    vocabulary.register_resolver()
     OmegaConf.register_new_resolver("sequences", _sequences, replace=True)
 
 
@@ -207,6 +208,11 @@ def to_config_error(error: BaseException, schema: type = Config) -> BaseExceptio
 
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return error
+    raised: BaseException | None = error
+    while raised:  # OmegaConf wraps the error of a resolver
+        if isinstance(raised, ConfigError):
+            return raised
+        raised = raised.__cause__ or raised.__context__
     cause = error.__cause__ or error  # Hydra wraps the errors of OmegaConf
     if isinstance(error, OverrideParseException):
         return ConfigError(f"{error.override!r}: not a valid override; quote special characters twice: 'key=\"a, b\"'")

@@ -4,9 +4,10 @@ import glob
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpt4d.config.fields import ConfigError
 from gpt4d.config.schema import HELD_OUT, IMAGE_SOURCES, TEXT_SOURCES, DataConfig
@@ -38,11 +39,8 @@ def check_data(data: DataConfig, model: str) -> None:
     if data.tokenizer_vocab is None:
         raise ConfigError("data.tokenizer_vocab=null: the model has no vocabulary; set the tokenizer's size")
     _check_source(data, "text", model)
-    if data.source == "blend" and not _is_blend(data.blend):
-        raise ConfigError(
-            f"data.blend={data.blend}: not a map of directories to weights above 0; "
-            "use directories of token files: 'data.blend={tokens/a: 0.7, tokens/b: 0.3}'"
-        )
+    if data.source == "blend":
+        _check_blend(data.blend)
     if data.stream and not data.tokenizer and data.source not in ("tokens", "blend", "megatron"):
         raise ConfigError(
             "data.tokenizer=null: data.stream=true trains no tokenizer, which reads the complete text first; use "
@@ -68,7 +66,7 @@ def _check_validation_sets(sets: Any) -> None:
         return
     if not isinstance(sets, dict) or not sets or not all(isinstance(path, str) and path for path in sets.values()):
         raise ConfigError(
-            f"data.validation={sets}: not a map of names to token directories or globs of files; "
+            f"data.validation={sets}: not a map of names to token directories, prefixes or globs of files; "
             "use 'data.validation={books: tokens/books, code: \"code/*.py\"}'"
         )
     for name, path in sets.items():
@@ -83,12 +81,12 @@ def _check_validation_sets(sets: Any) -> None:
                 "another name"
             )
         if os.path.isdir(os.path.expanduser(path)):
-            if not (Path(os.path.expanduser(path)) / HEADER).is_file():
+            if not _has_tokens(path):
                 raise ConfigError(
                     f"data.validation.{name}={path}: a directory without token files; use a directory that python -m "
                     "gpt4d.data.prepare wrote, or a glob of files such as 'books/*.txt'"
                 )
-        elif not any(matching_files(path)):
+        elif not is_megatron(path) and not any(matching_files(path)):
             raise ConfigError(f"data.validation.{name}={path}: {_no_match(path, folders=False)}")
 
 
@@ -191,12 +189,76 @@ def matching_files(path: str, folders: bool = False) -> Iterator[Path]:
     return (Path(match) for match in glob.iglob(pattern, recursive=True) if os.path.isfile(match))
 
 
-def _is_blend(blend: Any) -> bool:
-    """Return whether ``blend`` maps paths to finite weights above 0; a Boolean is not a weight."""
-    return bool(isinstance(blend, dict) and blend) and all(
-        isinstance(path, str) and type(weight) in (int, float) and 0 < weight < math.inf
-        for path, weight in blend.items()
-    )
+class BlendStage(NamedTuple):
+    """Weights of sources, by their paths, from a fraction of the run on."""
+
+    begin: float
+    weights: Mapping[str, float]
+
+
+def blend_stages(blend: Mapping[Any, Any]) -> list[BlendStage]:
+    """Return the stages of ``data.blend``. A map of sources to weights is one stage."""
+    return [BlendStage(*stage) for stage in blend.items()] if _is_staged(blend) else [BlendStage(0, blend)]
+
+
+def blend_paths(blend: Any) -> list[str]:
+    """Return the path of each source of ``data.blend``, in the order of the stages; empty if it is not a map."""
+    stages = blend_stages(blend) if isinstance(blend, dict) else []
+    return [*dict.fromkeys(str(path) for stage in stages if isinstance(stage.weights, dict) for path in stage.weights)]
+
+
+def _is_staged(blend: Mapping[Any, Any]) -> bool:
+    return any(isinstance(value, dict) for value in blend.values())
+
+
+def _check_blend(blend: Any) -> None:
+    """Raise ConfigError unless ``data.blend`` maps existing sources to weights, or fractions of a run to such maps."""
+    if not isinstance(blend, dict) or not blend:
+        raise ConfigError(
+            f"data.blend={blend}: not a map of directories to weights above 0; "
+            "use directories of token files: 'data.blend={tokens/a: 0.7, tokens/b: 0.3}'"
+        )
+    stages = blend_stages(blend)
+    if _is_staged(blend):
+        _check_stages(blend, stages)
+    for stage in stages:
+        for path, weight in stage.weights.items():
+            if type(weight) not in (int, float) or not 0 < weight < math.inf:
+                at = f" from {stage.begin} on" if _is_staged(blend) else ""
+                raise ConfigError(
+                    f"data.blend={blend}: the weight of {path}{at} is {weight}; use weights above 0, and leave out "
+                    "sources without samples"
+                )
+    for path in blend_paths(blend):
+        if not (is_megatron(path) or _has_tokens(path)):
+            raise ConfigError(
+                f"data.blend={blend}: {path} is not a directory of token files; use directories that python -m "
+                "gpt4d.data.prepare wrote, or prefixes of Megatron's files"
+            )
+
+
+def _check_stages(blend: Any, stages: list[BlendStage]) -> None:
+    for begin, weights in stages:
+        if type(begin) not in (int, float) or not isinstance(weights, dict) or not weights:
+            raise ConfigError(
+                f"data.blend={blend}: {begin}: {weights} is not a stage; use fractions of the run and the weights from "
+                "there on: 'data.blend={0: {tokens/a: 0.7, tokens/b: 0.3}, 0.8: {tokens/b: 1}}'"
+            )
+    if stages[0].begin != 0:
+        raise ConfigError(
+            f"data.blend={blend}: the first stage begins at {stages[0].begin} of the run; let it begin at 0"
+        )
+    for earlier, later in pairwise(stages):
+        if not earlier.begin < later.begin < 1:
+            raise ConfigError(
+                f"data.blend={blend}: a stage at {later.begin} follows a stage at {earlier.begin}; use increasing "
+                "fractions below 1"
+            )
+
+
+def _has_tokens(path: str) -> bool:
+    """Return whether ``path`` is a directory that python -m gpt4d.data.prepare wrote."""
+    return (Path(os.path.expanduser(path)) / HEADER).is_file()
 
 
 def is_megatron(path: str) -> bool:
@@ -217,7 +279,10 @@ def written_source(path: str) -> str:
 def tokenizer_file(path: str) -> Path:
     """Return the file that ``data.tokenizer`` refers to; for a run, the file in its newest checkpoint."""
     expanded = Path(os.path.expanduser(path))  # unchanged if the user of ~user is unknown
-    if not expanded.is_dir():
-        return expanded
-    stored = (file for file in expanded.glob("checkpoints/*/tokenizer.json") if CHECKPOINT.fullmatch(file.parent.name))
-    return max(stored, key=lambda file: int(file.parent.name[5:]), default=expanded / "tokenizer.json")
+    return newest_file(expanded, "tokenizer.json") if expanded.is_dir() else expanded
+
+
+def newest_file(directory: Path, name: str) -> Path:
+    """Return the file ``name`` of the newest checkpoint that has it in a run; for other directories, the file in it."""
+    stored = (file for file in directory.glob(f"checkpoints/*/{name}") if CHECKPOINT.fullmatch(file.parent.name))
+    return max(stored, key=lambda file: int(file.parent.name[5:]), default=directory / name)

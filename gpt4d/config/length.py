@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from gpt4d.config.batch_ramp import checked_ramp, steps_for
+from gpt4d.config.batch_ramp import checked_ramp, samples_of, steps_for
 from gpt4d.config.fields import ConfigError, check_limits
 from gpt4d.config.schema import Config, TrainConfig
 
@@ -29,7 +29,7 @@ def with_steps(config: Config) -> Config:
             "train.steps"
         )
     else:
-        steps = steps_for(train, math.ceil(train.tokens / max(1, train.seq_len)))
+        steps = steps_for(train, _samples_of_tokens(train))
     if train.steps not in (steps, DEFAULT_STEPS):
         key = "tokens" if train.epochs is None else "epochs"
         raise ConfigError(f"train.steps={train.steps}: train.{key}={getattr(train, key)} sets the length; set only one")
@@ -45,6 +45,16 @@ def with_epochs(config: Config, samples: int) -> Config:
     if train.epochs is None:
         return config
     return replace(config, train=replace(train, steps=steps_for(train, train.epochs * samples)))
+
+
+def samples_of_run(train: TrainConfig) -> int:
+    """Return the length of a run in samples. With ``train.tokens``, it does not depend on the batch sizes."""
+    return samples_of(train, train.steps) if train.tokens is None else _samples_of_tokens(train)
+
+
+def _samples_of_tokens(train: TrainConfig) -> int:
+    assert train.tokens is not None
+    return math.ceil(train.tokens / max(1, train.seq_len))
 
 
 def length_key(train: TrainConfig) -> str:

@@ -9,6 +9,8 @@ from gpt4d.config import COUNT, SIZE, Config, ConfigError, GridSizes, ModelConfi
 from gpt4d.parallel.layers.embedding import TokenEmbeddingSpec
 from gpt4d.parallel.layers.linear import LinearSpec
 
+_TOKENIZER_SIZE: Any = "${tokenizer_size:}"  # an interpolation, which gpt4d.config.vocabulary resolves
+
 
 class TextConfig(Protocol):
     """Settings of every text model. ``tied``: the head multiplies by the token embedding."""
@@ -64,7 +66,7 @@ class TransformerConfig(PaddedVocabulary, ModelConfig):
     layers: int = setting(4, "number of blocks", **COUNT)
     hidden: int = setting(128, "features of the residual stream", **SIZE)
     heads: int = setting(4, "attention heads of a block", **SIZE)
-    vocab_size: int = setting(4096, "number of token ids that the tokenizer may produce", **SIZE)
+    vocab_size: int = setting(_TOKENIZER_SIZE, "number of token ids; by default the size of the tokenizer", **SIZE)
     vocab_multiple: int = setting(128, "a divisor of the padded vocabulary, as is each stage's gx·gz", **SIZE)
     max_positions: int = setting(256, "maximum length of a sequence", **SIZE)
     norm_epsilon: float = setting(1e-5, "addend of the variance in norms", at_least=0, at_most=1)

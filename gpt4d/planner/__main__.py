@@ -36,6 +36,7 @@ from gpt4d.config import (
     from_arguments,
     known_keys,
 )
+from gpt4d.data import tokenizers  # noqa: F401 – registers the sizes of tokenizers for compose
 from gpt4d.model import registry
 from gpt4d.planner import atp, tables
 from gpt4d.planner.capacity import check_machine, fewest_devices

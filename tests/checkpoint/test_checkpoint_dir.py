@@ -101,7 +101,9 @@ def test_first_readable_checkpoint_decides_whether_the_run_fits(tmp_path):
     for step, settings in ((4, {"optim.lr": 7.0}), (5, {"optim.lr": 0.5, "train.seed": 3})):
         directory = tmp_path / "checkpoints" / checkpoint_dir.name(step)
         directory.mkdir(parents=True)
-        (directory / "meta.json").write_bytes(replace(meta(step, GPT2Config()), settings=settings).to_json())
+        (directory / "meta.json").write_bytes(
+            replace(meta(step, GPT2Config(vocab_size=4096)), settings=settings).to_json()
+        )
     (tmp_path / "checkpoints" / checkpoint_dir.name(6)).mkdir()  # without a meta.json: damaged
     config = compose([f"run.dir={tmp_path}", "optim.lr=0.5", "train.seed=3"])
     assert checkpoint_dir.check_run(config) == {}

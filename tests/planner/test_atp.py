@@ -10,7 +10,7 @@ from gpt4d.planner.atp import AtpMesh, all_reduce_bandwidths, communication, lin
 
 # M1 … M4 of the paper: hidden size and heads; batch 4, sequence 2048, fp16.
 MODELS = [
-    registry.describe(GPT2Config(f"m{i + 1}", 1, hidden, heads)) for i, (hidden, heads) in enumerate(
+    registry.describe(GPT2Config(f"m{i + 1}", 1, hidden, heads, 4096)) for i, (hidden, heads) in enumerate(
         [(2048, 16), (4096, 32), (8192, 64), (12288, 96)]
     )
 ]  # fmt: skip
