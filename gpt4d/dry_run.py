@@ -6,7 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from gpt4d.checkpoint.space import check_space, readable_size
-from gpt4d.config import Config, ConfigError, is_megatron, is_remote, matching_files, patterns, tokenizer_file
+from gpt4d.config import (
+    Config,
+    ConfigError,
+    blend_paths,
+    is_megatron,
+    is_remote,
+    matching_files,
+    patterns,
+    tokenizer_file,
+)
 from gpt4d.data.corpus_files import corpus_files
 from gpt4d.data.megatron_index import Index
 from gpt4d.model import registry
@@ -72,11 +81,10 @@ def _data(config: Config) -> Iterator[str]:
     if data.source in _FILES:
         yield f"{data.source}: {_files('data.path', data.path, folders=data.source == 'pictures')}"
     elif data.source in _PREPARED:
-        directories = list(data.blend) if data.source == "blend" else [data.path or ""]
+        directories = blend_paths(data.blend) if data.source == "blend" else [data.path or ""]
         for directory in directories:
             if is_megatron(directory):
-                index = Index.read(os.path.expanduser(directory))
-                yield f"megatron: {directory}, {len(index.bounds) - 1:,} documents of {index.bounds[-1]:,} tokens"
+                yield f"megatron: {_megatron(directory)}"
                 continue
             files = set(Path(os.path.expanduser(directory)).glob("train_*.tokens"))
             if not files:
@@ -90,8 +98,17 @@ def _data(config: Config) -> Iterator[str]:
     if registry.of(config.model).unit == "tokens" and (data.tokenizer or data.source not in _PREPARED):
         yield _tokenizer(config)
     for name, path in (data.validation or {}).items():
-        directory = os.path.isdir(os.path.expanduser(path))
-        yield f"validation set {name}: {path if directory else _files(f'data.validation.{name}', path)}"
+        if os.path.isdir(os.path.expanduser(path)):
+            yield f"validation set {name}: {path}"
+        else:
+            text = _megatron(path) if is_megatron(path) else _files(f"data.validation.{name}", path)
+            yield f"validation set {name}: {text}"
+
+
+def _megatron(prefix: str) -> str:
+    """Return the size of Megatron's files. Raises ConfigError for files that cannot be read."""
+    index = Index.read(os.path.expanduser(prefix))
+    return f"{prefix}, {len(index.bounds) - 1:,} documents of {index.bounds[-1]:,} tokens"
 
 
 def _files(key: str, path: Any, folders: bool = False) -> str:

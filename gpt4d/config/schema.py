@@ -86,7 +86,9 @@ class DataConfig:
     )
     skip_empty: bool = setting(False, "text: skip empty documents; false: an empty document is an error")
     blend: Any = setting(
-        None, "blend: token directories or prefixes of Megatron's files, and weights: {tokens/a: 0.7, tokens/b: 0.3}"
+        None,
+        "blend: token directories or prefixes of Megatron's files, and weights: {tokens/a: 0.7, tokens/b: 0.3}; or "
+        "weights by the fraction of the run from which they apply: {0: {tokens/a: 1}, 0.8: {tokens/b: 1}}",
     )
     tokenizer: str | None = setting(
         None, "gpt2, a tokenizer.json, its directory, a run or a hub name; null: trained on the data"
@@ -99,7 +101,9 @@ class DataConfig:
     skip_long: bool = setting(True, "chat: leave out conversations that exceed a sequence; false: they are an error")
     validation_fraction: float = setting(0.05, "held-out fraction of documents or images, chosen by hash", **FRACTION)
     validation: Any = setting(
-        None, "text: further validation sets, token directories or globs of files: {books: tokens/books, code: '*.py'}"
+        None,
+        "text: further validation sets, token directories, prefixes of Megatron's files or globs of files: "
+        "{books: tokens/books, code: '*.py'}",
     )
     stream: bool = setting(False, "text: tokenize while training, without token files; needs data.tokenizer")
     shuffle: bool = setting(True, "shuffle the training samples in each epoch; stream: in blocks of 1,024 sequences")

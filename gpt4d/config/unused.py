@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from gpt4d.config.composing import CONFIG_DIR, preset
-from gpt4d.config.data_checks import is_megatron, tokenizer_file, written_source
+from gpt4d.config.data_checks import blend_paths, is_megatron, tokenizer_file, written_source
 from gpt4d.config.fields import ConfigError
 from gpt4d.config.schema import Config, MuonConfig
 from gpt4d.config.values import value_of
@@ -120,8 +120,7 @@ def _before_preparation(config: Config) -> str | None:
 def _paths(config: Config) -> list[str]:
     """Return the expanded paths of a blend; empty for other sources."""
     data = config.data
-    blend = data.blend if data.source == "blend" and isinstance(data.blend, dict) else ()
-    return [os.path.expanduser(str(path)) for path in blend]
+    return [os.path.expanduser(path) for path in blend_paths(data.blend)] if data.source == "blend" else []
 
 
 def _is_prepared(config: Config) -> bool:

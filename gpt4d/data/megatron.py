@@ -24,7 +24,7 @@ from gpt4d.data import parts, sources, tokenizers
 from gpt4d.data.corpus_files import CorpusFile
 from gpt4d.data.directory import in_cache, write_once
 from gpt4d.data.megatron_index import Index, index_file, tokens_file
-from gpt4d.data.tokens import TokenFiles, Tokens
+from gpt4d.data.tokens import ALL, TokenFiles, Tokens
 from gpt4d.files import sync, write_file
 
 FORMAT = 1
@@ -67,22 +67,33 @@ class MegatronFiles(TokenFiles):
     def checksums(self) -> list[str]:
         return self.header["samples"]
 
+    def content(self) -> list[str]:
+        return self.header["samples"][:-1]  # without data.validation_fraction
+
     def tokens(self, split: str) -> Tokens:
         header, path = self.header, tokens_file(self.prefix)
         try:
             tokens = np.memmap(path, header["dtype"], "r", shape=(header["tokens"],)).view(np.ndarray)
         except ValueError as error:
             raise ConfigError(f"{path}: changed after the first start ({error}); restore the file") from None
-        lengths = self._array(split, _SEGMENTS).reshape(-1, 2)
+        lengths = np.concatenate([self._array(each, _SEGMENTS).reshape(-1, 2) for each in _splits(split)])
         segments = np.column_stack([np.zeros(len(lengths), np.int64), lengths])
         return Tokens([tokens], header["dtype"], [path], header["vocabulary"], segments)
 
     def document_ends(self, split: str) -> np.ndarray:
-        return self._array(split, _ENDS)
+        ends, start = [], 0
+        for each in _splits(split):
+            ends.append(self._array(each, _ENDS) + start)
+            start = self.count(each, "tokens")
+        return np.concatenate(ends)
 
     def _array(self, split: str, suffix: str) -> np.ndarray:
         path = self.directory / parts.file_name(split, 0, suffix)
         return np.memmap(path, np.int64, "r").view(np.ndarray) if path.stat().st_size else np.empty(0, np.int64)
+
+
+def _splits(split: str) -> tuple[str, ...]:
+    return parts.SPLITS if split == ALL else (split,)
 
 
 def megatron_files(config: DataConfig, path: str) -> MegatronFiles:

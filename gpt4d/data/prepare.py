@@ -9,7 +9,7 @@ gpt4d.data.prepare verify=DIR`` checks token files against their checksums.
 import hashlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -22,6 +22,8 @@ from gpt4d.config import (
     ConfigError,
     DataConfig,
     asks_for_help,
+    blend_paths,
+    blend_stages,
     check_data,
     check_limits,
     compose,
@@ -42,32 +44,42 @@ _PREPARED = ("tokens", "blend", "megatron")  # sources that are token files alre
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token files to train on, each with an integer weight."""
+    """Token files to train on, with an integer weight of each in each stage of a blend; without a blend, one stage."""
 
     files: list[TokenFiles]
-    weights: list[int]
+    weights: list[list[int]]
 
     @property
     def first(self) -> TokenFiles:
         """The first token files. All token files have the same tokenizer."""
         return self.files[0]
 
-    def fingerprint(self) -> str:
-        """Return a hash of the tokens of both splits, in the order of the files, and of the weights."""
-        facts = [(files.checksums(), weight) for files, weight in zip(self.files, self.weights, strict=True)]
+    def fingerprint(self, firsts: Sequence[int] = (0,)) -> str:
+        """Return a hash of the tokens of both splits, in the order of the files, and of the weights.
+
+        ``firsts``: the first sample of each stage.
+        """
+        assert len(firsts) == len(self.weights)
+        facts: list[tuple] = [
+            (files.checksums(), *weights)
+            for files, weights in zip(self.files, zip(*self.weights, strict=True), strict=True)
+        ]
+        if len(firsts) > 1:
+            facts.append(tuple(firsts))
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def corpus(config: DataConfig) -> Corpus:
     """Return the token files of ``data``, and prepare them unless they are in the cache.
 
-    Raises ConfigError for text that cannot be read. Token files raise it if they are incomplete, exceed the model's
-    vocabulary, or have different tokenizers.
+    Raises ConfigError for text that cannot be read. Token files raise it if they are incomplete or have different
+    tokenizers.
     """
     if config.source in _PREPARED:
-        weights = config.blend if config.source == "blend" else {cast(str, config.path): 1.0}
-        shares = integer_shares(list(weights.values()))
-        sources = [_open(config, path) for path in weights]
+        blend = config.blend if config.source == "blend" else {cast(str, config.path): 1.0}
+        paths = blend_paths(blend)
+        shares = [integer_shares([stage.weights.get(path, 0) for path in paths]) for stage in blend_stages(blend)]
+        sources = [_open(config, path) for path in paths]
         for files in sources:
             if files.masked != sources[0].masked:
                 text, chat = sorted((files, sources[0]), key=lambda each: each.masked)
@@ -89,7 +101,7 @@ def corpus(config: DataConfig) -> Corpus:
     with activity.unlimited():  # a tokenizer may be downloaded
         identity = identity_of(config)
     directory = in_cache(config, identity)
-    return Corpus([prepare(config, directory, lambda text: print(f"{directory}: {text}", flush=True), identity)], [1])
+    return Corpus([prepare(config, directory, lambda text: print(f"{directory}: {text}", flush=True), identity)], [[1]])
 
 
 def held_out_corpus(config: DataConfig, identity: str, tokens: int) -> Corpus:
@@ -104,20 +116,14 @@ def held_out_corpus(config: DataConfig, identity: str, tokens: int) -> Corpus:
     def report(text: str) -> None:
         print(f"{directory}: held-out documents: {text}", flush=True)
 
-    return Corpus([prepare(config, directory, report, identity, tokens)], [1])
+    return Corpus([prepare(config, directory, report, identity, tokens)], [[1]])
 
 
 def _open(config: DataConfig, path: str) -> TokenFiles:
     """Return the token files ``path``: a directory, or the prefix of Megatron's files."""
     if config.source == "megatron" or is_megatron(path):
         return megatron_files(config, path)
-    files, limit = TokenFiles.open(Path(os.path.expanduser(path))), config.tokenizer_vocab
-    if limit is not None and files.header["vocabulary"] > limit:
-        raise ConfigError(
-            f"{files.directory}: made with {files.header['vocabulary']} tokens, more than data.tokenizer_vocab="
-            f"{limit}; raise model.vocab_size, and data.tokenizer_vocab if set"
-        )
-    return files
+    return TokenFiles.open(Path(os.path.expanduser(path)))
 
 
 def opened(directory: str, prefix: str | None) -> TokenFiles:
@@ -198,8 +204,8 @@ def main(arguments: list[str]) -> None:
         + f" ({files.count(split, 'trained'):,} have a loss)" * files.masked
         for split in parts.SPLITS
     )
-    model = "train=finetune checkpoint.init=RUN" if files.masked else f"model.vocab_size={files.header['vocabulary']}"
-    print(f"{out}: {counts}\ntrain on it with data=tokens data.path={out} {model}")
+    model = " train=finetune checkpoint.init=RUN" if files.masked else ""
+    print(f"{out}: {counts}\ntrain on it with data=tokens data.path={out}{model}")
 
 
 def _check_tokenizer(config: DataConfig, vocabulary_is_set: bool) -> None:

@@ -2,8 +2,10 @@
 
 import hashlib
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -132,17 +134,20 @@ class DocumentSequences(Sequences):
         return len(sample_ids) * self.length
 
 
-class Blend:
-    """A mixture of several sources of equal rows (gpt4d.data.loader.Source) by weight.
+class Mixture:
+    """Choices among sources by weight, which repeat after ``period`` samples.
 
-    Among the first n samples of a run, each source has its share of n, rounded up or down. So among any n consecutive
-    samples, its count differs from its share by less than two. The choices repeat after ``period`` samples, whose
-    counts match the weights exactly: after ten for 0.7 and 0.3. Raises ConfigError for weights with too long a period.
+    Among the first n samples, each source has its share of n, rounded up or down. So among any n consecutive samples,
+    its count differs from its share by less than two. The counts of a period match the weights exactly: after ten
+    samples for 0.7 and 0.3. Raises ConfigError for weights with too long a period.
+
+    Attributes:
+        shares: number of samples of each source in a period.
+        choices: source of each sample of a period.
+        before: number of earlier samples of the same source, for each sample of a period.
     """
 
-    def __init__(self, sources: list[Any], weights: list[float]):
-        assert len(sources) == len(weights) and all(source.count for source in sources)
-        self.sources = sources
+    def __init__(self, weights: Sequence[float]):
         shares = integer_shares(weights)
         self.period = sum(shares)
         taken, choices, before = [0] * len(shares), [], []
@@ -153,22 +158,58 @@ class Blend:
             deadlines = [
                 (-(-(done + 1) * self.period // share), source)
                 for source, (share, done) in enumerate(zip(shares, taken, strict=True))
-                if done * self.period // share <= place
+                if share and done * self.period // share <= place
             ]
             source = min(deadlines)[1]
             choices.append(source)
             before.append(taken[source])
             taken[source] += 1
+        self.choices, self.before, self.shares = np.array(choices), np.array(before), np.array(shares)
+
+    def taken(self, samples: int) -> np.ndarray:
+        """Return the number of samples of each source among the first ``samples``."""
+        periods, rest = divmod(samples, self.period)
+        return periods * self.shares + np.bincount(self.choices[:rest], minlength=len(self.shares))
+
+
+class Blend:
+    """A mixture of several sources of equal rows (gpt4d.data.loader.Source) by weights, which may change.
+
+    Args:
+        sources: the sources.
+        weights: the weight of each source in each stage; 0: no sample. Each stage is a ``Mixture``, and each source
+            continues after its last sample of the previous stage.
+        firsts: the first sample of each stage, ascending from 0.
+    """
+
+    def __init__(self, sources: list[Any], weights: Sequence[Sequence[float]], firsts: Sequence[int] = (0,)):
+        assert len(weights) == len(firsts) and not firsts[0] and all(source.count for source in sources)
+        self.sources = sources
+        stages = [Mixture(each) for each in weights]
+        taken = [stage.taken(end - first) for stage, (first, end) in zip(stages, pairwise(firsts), strict=False)]
+        self.firsts, self.periods = np.array(firsts), np.array([stage.period for stage in stages])
+        self.offsets = self.periods.cumsum() - self.periods  # of the stages in ``choices``
+        self.choices = np.concatenate([stage.choices for stage in stages])
+        self._before = np.concatenate([stage.before for stage in stages])
+        self._shares = np.stack([stage.shares for stage in stages])
+        self._taken = np.cumsum([np.zeros(len(sources), np.int64), *taken], axis=0)
         self.row_shape = sources[0].row_shape
         self.dtype = np.result_type(*(source.dtype for source in sources))
-        self.choices, self.before, self.shares = np.array(choices), np.array(before), np.array(shares)
-        self.count = min(source.count * self.period // share for source, share in zip(sources, shares, strict=True))
+        self.count = min(
+            source.count * stage.period // share
+            for stage in stages
+            for source, share in zip(sources, stage.shares.tolist(), strict=True)
+            if share
+        )
 
     def choose(self, sample_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the index of each sample's source, and the sample id within that source."""
-        periods, places = np.divmod(sample_ids, self.period)
+        stages = np.searchsorted(self.firsts, sample_ids, side="right") - 1
+        periods, places = np.divmod(sample_ids - self.firsts[stages], self.periods[stages])
+        places += self.offsets[stages]
         sources = self.choices[places]
-        return sources, periods * self.shares[sources] + self.before[places]
+        earlier = self._taken[stages, sources] + periods * self._shares[stages, sources]
+        return sources, earlier + self._before[places]
 
     def rows(self, sample_ids: np.ndarray) -> np.ndarray:
         """Return the samples as rows [n, *row_shape] in the widest dtype of the sources."""
@@ -189,7 +230,7 @@ class Blend:
         return [source_ids[sources == number] for number in range(len(self.sources))]
 
 
-def integer_shares(weights: list[float]) -> list[int]:
+def integer_shares(weights: Sequence[float]) -> list[int]:
     """Return the smallest integers in exactly the proportions of the weights as written in decimals.
 
     Raises ConfigError, with similar weights to use instead, if their sum is too large.

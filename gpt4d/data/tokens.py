@@ -189,6 +189,10 @@ class TokenFiles:
         entries = {path.name: entry for path, entry in self.entries()}
         return [entries[name].xxh3_128 for name in names]
 
+    def content(self) -> list[str]:
+        """Return the checksums of the text, to find files of the same text."""
+        return self.checksums()
+
     @property
     def end_of_text(self) -> int:
         return self.header["end_of_text"]

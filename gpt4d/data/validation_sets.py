@@ -4,7 +4,8 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from gpt4d.config import ConfigError, DataConfig, written_source
+from gpt4d.config import ConfigError, DataConfig, is_megatron, written_source
+from gpt4d.data.megatron import megatron_files
 from gpt4d.data.prepare import Corpus, corpus
 from gpt4d.data.tokens import ALL, TokenFiles
 
@@ -12,9 +13,9 @@ from gpt4d.data.tokens import ALL, TokenFiles
 def validation_sets(config: DataConfig, training: Corpus) -> dict[str, tuple[TokenFiles, str]]:
     """Return the token files and the split of each validation set, by name.
 
-    Files are tokenized with the tokenizer of ``training`` unless they are in the cache. A set has both splits of its
-    token files. If the run trains on these token files, the set is their held-out split. Raises ConfigError for
-    tokens of another tokenizer, and for files without text.
+    Text is tokenized with the tokenizer of ``training`` unless it is in the cache, and Megatron's files are read with
+    this tokenizer. A set has both splits of its token files. If the run trains on these token files, the set is their
+    held-out split. Raises ConfigError for tokens of another tokenizer, and for files without text.
     """
     return {name: _validation_set(config, training, name, path) for name, path in (config.validation or {}).items()}
 
@@ -22,7 +23,13 @@ def validation_sets(config: DataConfig, training: Corpus) -> dict[str, tuple[Tok
 def _validation_set(config: DataConfig, training: Corpus, name: str, path: str) -> tuple[TokenFiles, str]:
     directory, own = Path(os.path.expanduser(path)), training.first
     try:
-        files = TokenFiles.open(directory) if directory.is_dir() else _prepared(config, own, name, path)
+        if directory.is_dir():
+            files = TokenFiles.open(directory)
+        elif is_megatron(path):
+            complete = replace(config, tokenizer=str(own.directory), tokenizer_vocab=None, validation_fraction=0.0)
+            files = megatron_files(complete, path)
+        else:
+            files = _prepared(config, own, name, path)
     except ConfigError as error:
         raise ConfigError(f"data.validation.{name}={path}: {error}") from None
     if files.fingerprint() != own.fingerprint():
@@ -30,14 +37,15 @@ def _validation_set(config: DataConfig, training: Corpus, name: str, path: str) 
             f"data.validation.{name}={path}: made with another tokenizer than {own.directory}; prepare it again with "
             f"data.tokenizer={own.directory}"
         )
-    trained_on = any(files.checksums() == source.checksums() for source in training.files)
-    split = "validation" if trained_on else ALL
-    if trained_on and not files.count(split, "tokens"):
+    trained_on = next((source for source in training.files if source.content() == files.content()), None)
+    if trained_on is None:
+        return files, ALL
+    if not trained_on.count("validation", "tokens"):
         raise ConfigError(
             f"data.validation.{name}={path}: the run trains on all of these tokens; use other text, or prepare them "
             "again with data.validation_fraction above 0"
         )
-    return files, split
+    return trained_on, "validation"
 
 
 def _prepared(config: DataConfig, own: TokenFiles, name: str, path: str) -> TokenFiles:

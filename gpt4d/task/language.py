@@ -1,7 +1,9 @@
 """Language modeling: batches of token ids, the cross-entropy of the next token, and a continued prompt."""
 
+import math
 import socket
 from collections.abc import Mapping
+from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -11,7 +13,7 @@ import torch
 from torch import nn
 
 from gpt4d import activity
-from gpt4d.config import Config, ConfigError
+from gpt4d.config import BlendStage, Config, ConfigError, blend_paths, blend_stages, samples_of_run
 from gpt4d.data import documents, verification
 from gpt4d.data.batch import Batch
 from gpt4d.data.corpus_files import CorpusFile
@@ -69,15 +71,15 @@ class _Data(NamedTuple):
 
     Attributes:
         files: token files (``opened``). For a stream, they contain the first held-out documents.
-        weights: the weight of each of the token files.
-        sets: directory and split of each validation set.
+        weights: the weight of each of the token files in each stage of a blend.
+        sets: token files and split of each validation set.
         identity: identity of the text of a stream; None: the run trains on ``files``.
         text: the files of a stream (``CorpusFile``).
     """
 
     files: list[tuple[str, str | None]]
-    weights: list[int]
-    sets: dict[str, tuple[str, str]]
+    weights: list[list[int]]
+    sets: dict[str, tuple[tuple[str, str | None], str]]
     identity: str | None
     text: list[CorpusFile]
 
@@ -94,9 +96,13 @@ def _prepare(config: Config) -> _Data:
     else:
         found = corpus(data)
     sets = validation_sets(data, found).items()
-    places = [(str(files.directory), files.location if files.by_index else None) for files in found.files]
-    directories = {name: (str(files.directory), split) for name, (files, split) in sets}
-    return _Data(places, found.weights, directories, identity, text)
+    places = {name: (_place(files), split) for name, (files, split) in sets}
+    return _Data([*map(_place, found.files)], found.weights, places, identity, text)
+
+
+def _place(files: TokenFiles) -> tuple[str, str | None]:
+    """Return the arguments of ``opened`` for token files."""
+    return str(files.directory), files.location if files.by_index else None
 
 
 def _has_documents(source: Source) -> bool:
@@ -117,7 +123,10 @@ class LanguageModeling(ReadingTask):
         self.config = config
         self._data = data = _Data(*run_on_rank0(lambda: _prepare(config), "preparing the data"))
         self._corpus = Corpus([opened(*place) for place in data.files], data.weights)
-        self._set_files = {name: (TokenFiles(Path(place)), split) for name, (place, split) in data.sets.items()}
+        self._set_files = {name: (opened(*place), split) for name, (place, split) in data.sets.items()}
+        stages = blend_stages(config.data.blend) if config.data.source == "blend" else [BlendStage(0, {})]
+        length = samples_of_run(config.train)
+        self._firsts = [math.ceil(Fraction(str(stage.begin)) * length) for stage in stages]  # first sample of a stage
         self._files = self._corpus.first
         # With Megatron's files, all samples have the documents of the index: rows of a blend have one shape.
         self._by_index = config.data.reset_attention and any(files.by_index for files in self._corpus.files)
@@ -141,7 +150,9 @@ class LanguageModeling(ReadingTask):
         self._packed = [*training, *held_out] if self._masked else []
         self._check_sets(further)
         complete = all(sequences.count for sequences in held_out)
-        super().__init__(config, self._blend(training), self._blend(held_out) if complete else None, further)
+        training_source = self._blend(training, self._corpus.weights, self._firsts)
+        held_out_source = self._blend(held_out, self._corpus.weights[-1:], [0]) if complete else None
+        super().__init__(config, training_source, held_out_source, further)
 
     @property
     def _masked(self) -> bool:
@@ -191,7 +202,7 @@ class LanguageModeling(ReadingTask):
         order = train.seq_len, train.seed, training and self.config.data.shuffle
         if files.masked:  # empty sequences complete the last batch of a validation set
             return PackedSequences(files, split, *order, 1 if training else train.batch_size)
-        if self._by_index:
+        if self._by_index or (self.config.data.reset_attention and files.by_index):
             return DocumentSequences(files.tokens(split), files.document_ends(split), *order)
         return Sequences(files.tokens(split), *order)
 
@@ -249,7 +260,7 @@ class LanguageModeling(ReadingTask):
     def _sum_by_source(self, stage: Stage) -> SourceLosses | None:
         if not isinstance(self._training, Blend):
             return None
-        paths = [*self.config.data.blend]
+        paths = blend_paths(self.config.data.blend)
         names = [Path(path).name for path in paths]
         return SourceLosses(self._training, names if len({*names}) == len(names) else paths, self._counted, stage)
 
@@ -258,8 +269,8 @@ class LanguageModeling(ReadingTask):
             return {}
         return {"sources": self._source_losses.read(np.arange(first_sample, stop))}
 
-    def _blend(self, sequences: list[Any]) -> Any:
-        return sequences[0] if len(sequences) == 1 else Blend(sequences, list[float](self._corpus.weights))
+    def _blend(self, sequences: list[Any], weights: list[list[int]], firsts: list[int]) -> Any:
+        return sequences[0] if len(sequences) == 1 else Blend(sequences, weights, firsts)
 
     def _reads(self, stage: Stage, source: Source) -> bool:
         # Stages between the first and the last one need tokens only for the ends of documents.
@@ -376,7 +387,7 @@ class LanguageModeling(ReadingTask):
 
     def identity(self) -> dict[str, str]:
         tokenizer = {"tokenizer": self._fingerprint} if self._fingerprint else {}
-        samples = self._data.identity or self._corpus.fingerprint()
+        samples = self._data.identity or self._corpus.fingerprint(self._firsts)
         return {**tokenizer, "samples": samples, "data": self.config.data.name}
 
     def documents(self) -> dict[str, bytes]:

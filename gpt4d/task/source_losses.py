@@ -26,13 +26,18 @@ class SourceLosses:
     def __init__(self, blend: Blend, names: Sequence[str], counted: Callable[[Any, np.ndarray], int], stage: Stage):
         self._blend, self._names, self._counted, self._grid = blend, names, counted, stage.grid
         device = stage.weights.device
-        self._choices = torch.from_numpy(blend.choices).to(device)
+        tables = blend.firsts, blend.periods, blend.offsets, blend.choices
+        self._firsts, self._periods, self._offsets, self._choices = (
+            torch.from_numpy(table).to(device) for table in tables
+        )
         self._indices = torch.arange(len(names), device=device)[:, None]
         self._sums = torch.zeros(len(names), dtype=torch.float64, device=device)
 
     def sources(self, sample_ids: torch.Tensor) -> torch.Tensor:
         """Return the index of each sample's source."""
-        return self._choices[sample_ids % len(self._choices)]
+        stages = torch.bucketize(sample_ids, self._firsts, right=True) - 1
+        places = (sample_ids - self._firsts[stages]) % self._periods[stages] + self._offsets[stages]
+        return self._choices[places]
 
     def add(self, sources_B: torch.Tensor, losses_BS: torch.Tensor) -> None:
         """Add the losses of a microbatch's units, given the source of each sample."""

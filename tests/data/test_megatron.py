@@ -1,7 +1,10 @@
 """Megatron's files give its tokens, documents and samples, and errors name the file."""
 
+import json
 import struct
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from gpt4d.data.megatron import megatron_files
 from gpt4d.data.megatron_index import Index
 from gpt4d.data.sampler import DocumentSequences, Sequences
 from gpt4d.data.sources import is_held_out
+from gpt4d.dry_run import report
 from gpt4d.validation import validate
 from tests.grids import metric_lines, train_in_rank
 from tests.rank_pool import RankFailure
@@ -247,6 +251,57 @@ def test_a_blend_of_a_prefix_and_a_token_directory_needs_its_tokenizer(ranks, ti
     ):
         ranks.run(1, train_in_rank, tiny(*words))
     ranks.run(1, train_in_rank, tiny(*words, f"data.tokenizer={own}", f"run.dir={tmp_path / 'r'}"))
+
+
+def validation_sets(run):
+    """Return the metrics of each set at the last validation of a run, and the loss of the held-out documents."""
+    lines = [json.loads(line) for line in (Path(run.run.dir) / "metrics.jsonl").read_text().splitlines()]
+    last = [line for line in lines if line.get("event") == "validation"][-1]
+    return last["sets"], last["loss"]
+
+
+VALIDATED = ["train.steps=2", "train.batch_size=4", "train.validate_every=2", "train.validation_batches=3"]
+
+
+@pytest.mark.parametrize("reset", ["false", "true"])
+def test_a_prefix_is_a_validation_set_with_the_loss_of_token_files(ranks, tiny, tmp_path, reset):
+    own = prepare.corpus(tiny().data).first.directory
+    (tmp_path / "other.txt").write_text("kappa iota theta eta zeta 0123 " * 200)
+    (tmp_path / "more.txt").write_text("alpha gamma theta 45 zeta " * 99)
+    settings = f"data.path={tmp_path}/*.txt", f"data.tokenizer={own}", "data.validation_fraction=0"
+    files = prepare.corpus(tiny(*settings).data).first
+    ends = files.document_ends("train").tolist()
+    prefix = write(tmp_path / "a", [files.tokens("train")[start:end] for start, end in pairwise([0, *ends])])
+    sets = f"data.validation={{tokens: {files.directory}, prefix: {prefix}}}"
+    run = tiny("data=tokens", f"data.path={own}", sets, f"data.reset_attention={reset}", *VALIDATED)
+    ranks.run(2, train_in_rank, run)
+    found, held_out = validation_sets(run)
+    assert found["prefix"] == {key: pytest.approx(value, rel=1e-6) for key, value in found["tokens"].items()}
+    assert found["prefix"].keys() > {"loss", "bits_per_byte"} and abs(found["prefix"]["loss"] - held_out) > 1e-3
+    assert f"validation set prefix: {prefix}, 2 documents of {ends[-1]:,} tokens" in report(validate(run, 1), run)
+
+
+def test_a_prefix_that_a_run_trains_on_is_its_held_out_split(ranks, tiny, tmp_path):
+    own = prepare.corpus(tiny().data).first.directory
+    prefix, copy, other = (
+        write(tmp_path / name, random_documents(seed, end=())) for name, seed in (("a", 1), ("copy", 1), ("b", 2))
+    )
+    words = ["data=megatron", f"data.path={prefix}", f"data.tokenizer={own}", "data.validation_fraction=0.4"]
+    run = tiny(*words, f"data.validation={{same: {prefix}, copy: {copy}, other: {other}}}", *VALIDATED)
+    ranks.run(1, train_in_rank, run)
+    found, held_out = validation_sets(run)
+    assert found["same"]["loss"] == found["copy"]["loss"] == held_out != found["other"]["loss"]
+
+
+def test_a_prefix_that_cannot_be_a_validation_set_is_one_line(ranks, tiny, tmp_path):
+    own = prepare.corpus(tiny().data).first.directory
+    prefix = write(tmp_path / "a", [[1, 2, 70_000]], "int32")
+    words = ["data=tokens", f"data.path={own}", f"data.validation={{a: {prefix}}}", *VALIDATED]
+    with pytest.raises(RankFailure, match=r"data\.validation\.a=.*: .*the largest token of .*a\.bin is 70000; use the"):
+        ranks.run(1, train_in_rank, tiny(*words))
+    (tmp_path / "a.idx").unlink()
+    with pytest.raises(RankFailure, match=r"data\.validation\.a=.*: .*a\.idx: No such file or directory; use a pre"):
+        ranks.run(1, train_in_rank, tiny(*words))
 
 
 def test_another_split_or_other_tokens_are_other_samples(config, tmp_path):

@@ -79,7 +79,7 @@ def test_an_epoch_has_each_conversation_once_with_its_mask_and_its_limits(files,
 
 def test_a_blend_of_conversations_has_the_rows_and_the_losses_of_its_sources(files):
     sources = [PackedSequences(files, "train", length, 0, shuffle=True) for length in (47, 47)]
-    blend, ids = Blend(sources, [3.0, 1.0]), np.arange(8)
+    blend, ids = Blend(sources, [[3.0, 1.0]]), np.arange(8)
     numbers, own = blend.choose(ids)
     for row, source, source_id in zip(blend.rows(ids), numbers, own, strict=True):
         assert (row == sources[source].rows(np.array([source_id]))).all()

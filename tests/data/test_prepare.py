@@ -329,13 +329,10 @@ def test_train_accepts_the_files_that_the_command_writes(ranks, tiny, corpus, tm
     overrides = ["data=text", f"data.path={corpus}", "model.vocab_size=300", "data.validation_fraction=0.2"]
     prepare.main([*overrides, f"out={tmp_path / 'words'}"])
     output = capsys.readouterr().out
-    assert f"data=tokens data.path={tmp_path / 'words'} model.vocab_size=" in output
+    assert f"data=tokens data.path={tmp_path / 'words'}\n" in output
     prepare.main([f"verify={tmp_path / 'words'}"])
     run = tiny("data=tokens", f"data.path={tmp_path / 'words'}", "train.steps=2")
     ranks.run(2, train_in_rank, run)
-    small = tiny("data=tokens", f"data.path={tmp_path / 'words'}", "model.vocab_size=260", "data.tokenizer_vocab=260")
-    with pytest.raises(RankFailure, match=r"more than data\.tokenizer_vocab=260; raise model\.vocab_size"):
-        ranks.run(2, train_in_rank, small)
 
 
 def test_the_fingerprint_of_a_corpus_depends_on_tokens_order_and_weights(config, tmp_path):
@@ -367,10 +364,18 @@ def test_train_accepts_a_blend_of_token_files(ranks, tiny, config, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "blend", ["{}", "null", "{a: 0}", "{a: x}", "3", "{1: 0.5}", "{a: inf, b: 1}", "{a: true}", "{a: nan}"]
+    ("blend", "message"),
+    [
+        *((blend, "not a map of directories to weights above 0; use") for blend in ("{}", "null", "3")),
+        *(
+            (f"{{a: {weight}, b: 1}}", "the weight of a is .*; use weights above 0")
+            for weight in ["0", "x", "inf", "true", "nan"]
+        ),
+        ("{1: 0.5}", "1 is not a directory of token files; use directories that python"),
+    ],
 )
-def test_an_invalid_blend_is_rejected(tiny, blend):
-    with pytest.raises(ConfigError, match=r"data\.blend=.*not a map of directories to weights above 0"):
+def test_an_invalid_blend_is_rejected(tiny, blend, message):
+    with pytest.raises(ConfigError, match=rf"^data\.blend=.*: {message}"):
         validate(tiny("data=blend", f"data.blend={blend}"), 1)
 
 

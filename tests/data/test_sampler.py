@@ -93,7 +93,7 @@ WEIGHTS = st.lists(st.decimals("0.01", 10, places=2).map(float), min_size=1, max
 @settings(deadline=None)
 @given(WEIGHTS, st.integers(0, 3000), st.integers(1, 800))
 def test_a_blend_matches_its_weights_within_two_in_any_window(weights, first, size):
-    blend = Blend([make_source(k, 5) for k in range(len(weights))], weights)
+    blend = Blend([make_source(k, 5) for k in range(len(weights))], [weights])
     drawn = blend.choose(np.arange(first, first + size))[0].tolist()
     total = sum(Fraction(str(weight)) for weight in weights)
     for source, weight in enumerate(weights):
@@ -103,8 +103,8 @@ def test_a_blend_matches_its_weights_within_two_in_any_window(weights, first, si
 @settings(deadline=None)
 @given(WEIGHTS)
 def test_a_period_of_a_blend_matches_its_weights_exactly(weights):
-    blend = Blend([make_source(k, 5) for k in range(len(weights))], weights)
-    drawn = blend.choose(np.arange(blend.period, 2 * blend.period))[0].tolist()
+    blend = Blend([make_source(k, 5) for k in range(len(weights))], [weights])
+    drawn = blend.choose(np.arange(int(blend.periods[0]), 2 * int(blend.periods[0])))[0].tolist()
     counts = [drawn.count(source) for source in range(len(weights))]
     assert [count * Fraction(str(weights[0])) for count in counts] == [
         counts[0] * Fraction(str(weight)) for weight in weights
@@ -129,16 +129,41 @@ def test_weights_with_a_long_period_are_rejected_with_similar_ones(weights):
 @settings(deadline=None)
 @given(WEIGHTS, st.integers(1, 3000))
 def test_a_blend_takes_the_sequences_of_each_source_in_order(weights, size):
-    blend = Blend([make_source(k, 5) for k in range(len(weights))], weights)
+    blend = Blend([make_source(k, 5) for k in range(len(weights))], [weights])
     taken = list(zip(*(part.tolist() for part in blend.choose(np.arange(size))), strict=True))
     for source in range(len(weights)):
         source_ids = [source_id for k, source_id in taken if k == source]
         assert source_ids == list(range(len(source_ids)))
 
 
+STAGES = st.lists(
+    st.tuples(st.integers(0, 200), st.lists(st.sampled_from([0, 0.5, 1, 2, 0.3]), min_size=3, max_size=3))
+)
+
+
+@settings(deadline=None)
+@given(WEIGHTS.filter(lambda weights: len(weights) == 3), STAGES, st.integers(1, 500))
+def test_a_source_continues_in_each_stage_of_a_blend_after_its_last_sample(weights, later, size):
+    """The oracle draws the samples one by one: each stage begins its own blend, and each source counts its samples."""
+    later = [(length, stage) for length, stage in later if any(stage)]
+    sources = [make_source(k, 5) for k in range(3)]
+    lengths, stages = [60, *(length for length, _ in later)], [weights, *(stage for _, stage in later)]
+    blend = Blend(sources, stages, [0, *np.cumsum(lengths[:-1]).tolist()])
+    expected, taken = [], [0, 0, 0]
+    for length, stage in zip([*lengths[:-1], 10**6], stages, strict=True):
+        mixture = Blend(sources, [stage])
+        for place in range(min(length, size - len(expected))):
+            (source,) = mixture.choose(np.array([place]))[0].tolist()
+            expected.append((source, taken[source]))
+            taken[source] += 1
+    assert list(zip(*map(np.ndarray.tolist, blend.choose(np.arange(size))), strict=True)) == expected
+    for sample in range(0, size, 37):
+        assert tuple(int(each[0]) for each in blend.choose(np.array([sample]))) == expected[sample]
+
+
 def test_rows_of_a_blend_are_rows_of_its_sources():
     sources = [make_source(7, 5), make_source(8, 9)]
-    blend = Blend(sources, [3.0, 1.0])
+    blend = Blend(sources, [[3.0, 1.0]])
     assert blend.rows(np.arange(8))[:, 0].tolist().count(7) == 6
     assert blend.count == 6  # afterwards the first source starts its next epoch
     for place in range(8):
@@ -148,7 +173,7 @@ def test_rows_of_a_blend_are_rows_of_its_sources():
 
 def test_a_blend_has_the_widest_dtype_of_its_sources():
     wide = Sequences(Tokens([np.full(9, 70_000, np.uint32)], "uint32", [], 2**17), 4, seed=0, shuffle=False)
-    rows = Blend([make_source(7, 2), wide], [1.0, 1.0]).rows(np.arange(4))
+    rows = Blend([make_source(7, 2), wide], [[1.0, 1.0]]).rows(np.arange(4))
     assert sorted(rows[:, 0].tolist()) == [7, 7, 70_000, 70_000]
 
 

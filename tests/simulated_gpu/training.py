@@ -51,7 +51,7 @@ class RandomText(LanguageModeling):
     def __init__(self, config: Config):
         self._files = SimpleNamespace(end_of_text=0, masked=False)
         samples = _Samples((config.train.seq_len + 1,), 20, np.uint16)
-        training = Blend([samples] * 2, [*config.data.blend.values()]) if config.data.blend else samples
+        training = Blend([samples] * 2, [[*config.data.blend.values()]]) if config.data.blend else samples
         ReadingTask.__init__(self, config, training, samples)
 
     def sample(self):

@@ -79,7 +79,7 @@ def plain_losses(config):
     sources = [
         PackedSequences(each, "train", *order) if masked else Sequences(each.tokens("train"), *order) for each in files
     ]
-    blend = Blend(sources, WEIGHTS[: len(sources)])
+    blend = Blend(sources, [WEIGHTS[: len(sources)]])
     totals, counts = np.zeros((train.steps, len(sources))), np.zeros((train.steps, len(sources)), int)
 
     def of_sample(model, number, sample):

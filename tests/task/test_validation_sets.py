@@ -268,7 +268,10 @@ def test_json_lines_are_conversations_for_a_run_on_conversations(ranks, tiny, tm
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("7", r"data\.validation=7: not a map of names to token directories or globs of files; use 'data\.valid"),
+        (
+            "7",
+            r"data\.validation=7: not a map of names to token directories, prefixes or globs of files; use 'data",
+        ),
         ("{}", r"data\.validation=\{\}: not a map"),
         ("{books: 3}", r"data\.validation=\{'books': 3\}: not a map"),
         ("{my books: tests}", r"data\.validation=.*: 'my books' is not a name of a validation set; use letters"),
