@@ -1,8 +1,14 @@
 """Text that is tokenized while a run trains: the samples and losses of prepared token files, from any position."""
 
+import functools
 import glob
+import itertools
 import json
+import os
+import random
 import shutil
+import signal
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -18,6 +24,7 @@ from gpt4d.runtime.errors import RankError
 from gpt4d.validation import validate
 from tests.data import small_corpus
 from tests.grids import full, metric_lines, train_in_rank
+from tests.jobs import LaunchedJob
 from tests.rank_pool import RankFailure
 
 LENGTH, BLOCK = 16, 9
@@ -160,6 +167,52 @@ def test_a_stopped_run_continues_on_other_grids_with_the_samples_of_a_straight_r
     assert resumed[1] == pytest.approx(validation, rel=0 if exact else 1e-5, abs=0)
     meta = json.loads((tmp_path / "resumed" / "checkpoints" / f"step_{stop:08}" / "meta.json").read_text())
     assert meta["position"]["file"] > 0
+
+
+def kill_in_a_step(step, calls, rank):
+    """Read small blocks. Kill rank 0 in or after ``step``, at the given number of function calls of its main thread."""
+    from gpt4d.trainer import Trainer
+
+    stream.BLOCK = 24
+    original, remaining = Trainer._step, itertools.count(calls, -1)
+
+    def count(frame, event, argument):
+        if event == "call" and not next(remaining):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def step_and_count(self, stop):
+        if self.progress.step + 1 == step:
+            sys.setprofile(count)
+        return original(self, stop)
+
+    if not rank:
+        Trainer._step = step_and_count
+
+
+@pytest.mark.full
+def test_a_run_killed_at_random_points_of_its_steps_has_the_losses_of_a_straight_run(ranks, tiny, run, tmp_path):
+    expected, _ = run("straight", STREAM, "train.steps=30", "train.validate_every=0")  # 480 sequences: over an epoch
+    draw = random.Random(0)
+    grids = [(1, 1, 1, 1), (2, 1, 1, 1), (1, 1, 1, 2), (1, 2, 1, 1), (2, 1, 1, 2), (1, 1, 2, 1)]
+    kills = sorted(draw.sample(range(3, 30), len(grids) - 1))
+    tokenizer = prepare.corpus(tiny().data).first.directory
+    lines = []
+    for grid, step in zip(grids, [*kills, None], strict=True):
+        axes = [f"parallel.{axis}={size}" for axis, size in zip(("gx", "gy", "gz", "gdata"), grid, strict=True)]
+        config = tiny(
+            STREAM, f"data.tokenizer={tokenizer}", "train.steps=30", "optim.schedule_steps=20", "checkpoint.every=2",
+            "train.validation_batches=2", f"run.dir={tmp_path / 'killed'}", *axes,
+        )  # fmt: skip
+        act = functools.partial(kill_in_a_step, step, draw.randrange(1, 2000))
+        with LaunchedJob(ranks.context, config, int(np.prod(grid)), act) as job:
+            assert job.exit_code(0) == (-signal.SIGKILL if step else 0), job.outputs()
+        lines += [line for line in job.metric_lines() if "event" not in line and line not in lines]
+    assert len(lines) > 30, "no step was computed twice"
+    assert {line["step"] for line in lines} == {*range(1, 31)}
+    for line in lines:
+        assert line["loss"] == pytest.approx(expected[line["step"] - 1], rel=1e-5)
+    resumed = [line["step"] for line in job.metric_lines() if line.get("event") == "resume"]
+    assert len(resumed) == len(kills) and all(0 < kill - at <= 4 for kill, at in zip(kills, resumed, strict=True))
 
 
 def test_a_resume_refuses_a_changed_file_and_can_be_told_to_read_it_from_the_beginning(run, corpus, tmp_path):
