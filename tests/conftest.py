@@ -6,6 +6,7 @@ import pytest
 # Before anything that reads the environment.
 import tests.environment  # noqa: F401 # isort: split
 from gpt4d.config import Config, compose
+from gpt4d.data import tokenizers  # noqa: F401 – registers the sizes of tokenizers for compose
 from gpt4d.model import registry  # noqa: F401 – registers the families' settings
 from tests.rank_pool import RankPool, start_forkserver
 

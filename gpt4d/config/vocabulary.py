@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt4d.config.data_checks import HEADER, blend_paths, is_megatron, newest_file, tokenizer_file
-from gpt4d.config.fields import ConfigError
+from gpt4d.config.fields import LARGEST_SIZE, ConfigError
 from gpt4d.config.schema import DataConfig
 
 TRAINED = 4096  # size of a tokenizer that is trained on the corpus, unless data.tokenizer_vocab is set
@@ -78,8 +78,9 @@ def _default_vocabulary(*, _root_: Any) -> int:
             "data.tokenizer=null: Megatron's files have no tokenizer, whose size is the default of model.vocab_size; "
             "set data.tokenizer to the one that made them, or set model.vocab_size"
         )
-    derived = OmegaConf.is_interpolation(given, "tokenizer_vocab")  # from model.vocab_size
-    return TRAINED if derived else given.tokenizer_vocab or TRAINED
+    if OmegaConf.is_interpolation(given, "tokenizer_vocab") or given.tokenizer_vocab is None:  # from model.vocab_size
+        return TRAINED
+    return max(1, min(given.tokenizer_vocab, LARGEST_SIZE))  # a value outside is an error of data.tokenizer_vocab
 
 
 def _prepared(data: DataConfig) -> list[str]:

@@ -188,7 +188,7 @@ class Blend:
         stages = [Mixture(each) for each in weights]
         taken = [stage.taken(end - first) for stage, (first, end) in zip(stages, pairwise(firsts), strict=False)]
         self.firsts, self.periods = np.array(firsts), np.array([stage.period for stage in stages])
-        self.offsets = self.periods.cumsum() - self.periods  # of the stages in ``choices``
+        self.offsets = self.periods.cumsum() - self.periods  # first index of each stage in ``choices``
         self.choices = np.concatenate([stage.choices for stage in stages])
         self._before = np.concatenate([stage.before for stage in stages])
         self._shares = np.stack([stage.shares for stage in stages])

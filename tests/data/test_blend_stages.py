@@ -2,6 +2,7 @@
 
 import re
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -46,18 +47,25 @@ def staged(sources):
     return blend((0, {first: 0.7, second: 0.3}), (0.35, {second: 1, third: 1}), (0.8, {first: 0.2, third: 0.8}))
 
 
-def rows_of(config, count=80):
+def read_in_rank(config, count):
+    """Return sources and rows of the first samples, the first sample of each stage, and the identity of the data."""
     task = LanguageModeling(config)
-    try:
-        chosen = task._training.choose(np.arange(count))[0].tolist()
-        return chosen, task._training.rows(np.arange(count)), task._firsts, task.identity()["samples"]
-    finally:
-        task.close()
+    blend, ids = task._training, np.arange(count)
+    losses = SourceLosses(blend, "abc", lambda *_: 0, SimpleNamespace(grid=None, weights=SimpleNamespace(device="cpu")))
+    chosen = blend.choose(ids)[0].tolist()
+    assert losses.sources(torch.from_numpy(ids)).tolist() == chosen
+    return chosen, blend.rows(ids), task._firsts, task.identity()["samples"]
 
 
-def test_stages_begin_at_their_fraction_of_the_run_and_each_source_is_read_in_order(tiny, sources):
+@pytest.fixture
+def read(ranks):
+    """Return a function that reads the first 80 samples of a run (``read_in_rank``)."""
+    return lambda config: ranks.run(1, read_in_rank, config, 80)[0]
+
+
+def test_stages_begin_at_their_fraction_of_the_run_and_each_source_is_read_in_order(read, tiny, sources):
     config = tiny(*staged(sources), *SETTINGS)
-    chosen, rows, firsts, _ = rows_of(config)
+    chosen, rows, firsts, _ = read(config)
     assert firsts == [0, 28, 64]
     for start, stop, shares in ((0, 28, (0.7, 0.3, 0)), (28, 64, (0, 0.5, 0.5)), (64, 80, (0.2, 0, 0.8))):
         for source, share in enumerate(shares):
@@ -70,27 +78,17 @@ def test_stages_begin_at_their_fraction_of_the_run_and_each_source_is_read_in_or
         assert np.array_equal(rows[np.array(chosen) == source], expected)
 
 
-def test_the_samples_do_not_depend_on_the_grid_the_microbatch_and_the_batch_ramp(tiny, sources):
+def test_the_samples_do_not_depend_on_the_grid_the_microbatch_and_the_batch_ramp(read, tiny, sources):
     length = "train.tokens=1280"  # 80 sequences
-    words = [*staged(sources), "train.batch_size=8", length, "optim.warmup_steps=2"]
-    _, expected, firsts, identity = rows_of(tiny(*words))
+    words = [*staged(sources), "train.batch_size=8", length, "train.steps=600", "optim.warmup_steps=2"]
+    _, expected, firsts, identity = read(tiny(*words))
     for more in (
         ["parallel.gdata=2", "train.micro_batch_size=2"],
         ["train.batch_ramp=[[0,2],[30,8]]"],
         ["train.batch_size=16"],
     ):
-        _, rows, others, other = rows_of(tiny(*words, *more))
+        _, rows, others, other = read(tiny(*words, *more))
         assert np.array_equal(rows, expected) and (others, other) == (firsts, identity) == ([0, 28, 64], identity)
-
-
-def test_the_sources_of_samples_on_the_device_equal_those_of_the_loader(tiny, sources):
-    task = LanguageModeling(tiny(*staged(sources), *SETTINGS))
-    losses = SourceLosses.__new__(SourceLosses)
-    blend, ids = task._training, torch.arange(100)
-    tables = (blend.firsts, blend.periods, blend.offsets, blend.choices)
-    losses._firsts, losses._periods, losses._offsets, losses._choices = map(torch.from_numpy, tables)
-    assert losses.sources(ids).tolist() == blend.choose(ids.numpy())[0].tolist()
-    task.close()
 
 
 @pytest.fixture
@@ -142,14 +140,14 @@ def test_a_resume_refuses_stages_that_begin_with_other_samples(run, sources, tmp
     assert [*run("e", *longer, resume, "optim.schedule_steps=10")] == [*range(6, 21)]
 
 
-def test_a_blend_with_one_stage_has_the_identity_of_a_blend_of_weights(tiny, sources):
+def test_a_blend_with_one_stage_has_the_identity_of_a_blend_of_weights(read, tiny, sources):
     first, second, _ = sources
     words = tiny("data=blend", f"data.blend={{{first}: 3, {second}: 1}}"), tiny(*blend((0, {first: 3, second: 1})))
-    (chosen, rows, firsts, identity), other = map(rows_of, words)
+    (chosen, rows, firsts, identity), other = map(read, words)
     assert (chosen, firsts, identity) == (other[0], other[2], other[3]) and np.array_equal(rows, other[1])
 
 
-def test_stages_of_megatrons_files_have_the_samples_of_token_files(tiny, sources, tmp_path):
+def test_stages_of_megatrons_files_have_the_samples_of_token_files(read, tiny, sources, tmp_path):
     prefixes = []
     for number, directory in enumerate(sources):
         files = prepare.opened(str(directory), None)
@@ -157,7 +155,7 @@ def test_stages_of_megatrons_files_have_the_samples_of_token_files(tiny, sources
         documents = [files.tokens("train")[start:stop] for start, stop in pairwise([0, *ends])]
         prefixes.append(write(tmp_path / f"megatron{number}", documents))
     shared = [*SETTINGS, "data.validation_fraction=0", f"data.tokenizer={sources[0]}"]
-    own, megatron = rows_of(tiny(*staged(sources), *SETTINGS)), rows_of(tiny(*staged(prefixes), *shared))
+    own, megatron = read(tiny(*staged(sources), *SETTINGS)), read(tiny(*staged(prefixes), *shared))
     assert own[0] == megatron[0] and np.array_equal(own[1], megatron[1]) and own[2] == megatron[2]
 
 
@@ -189,4 +187,4 @@ def test_stages_need_a_length_in_steps_or_tokens(tiny, sources):
     with pytest.raises(
         ConfigError, match=r"^train\.epochs=2\.0: the stages of data\.blend begin at fractions of a run"
     ):
-        validate(tiny(*staged(sources), "train.epochs=2"), 1)
+        validate(tiny(*staged(sources), "train.epochs=2", "train.steps=600"), 1)

