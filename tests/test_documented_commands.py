@@ -12,6 +12,7 @@ from PIL import Image
 from benchmarks import driver
 from gpt4d import dry_run
 from gpt4d.config import compose
+from gpt4d.data import tokenizers
 from gpt4d.planner import __main__ as planner
 from gpt4d.validation import validate
 from tests.data.test_megatron import write
@@ -64,6 +65,7 @@ def directory(tmp_path_factory):
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("text " * 1000)
+    (directory / tokenizer[1]).write_text(tokenizers.train(["text"], 258).to_str())
     for name in ("crawl", "books"):
         path = directory / "tokens" / name / "train_0000.tokens"
         path.parent.mkdir(parents=True)

@@ -111,7 +111,7 @@ class Saving:
     def start_saving(self, name: str) -> None:
         self.step += 1
         family = registry.get("gpt2")  # The tensors belong to no model, so any family works.
-        meta = checkpoint_dir.Meta(checkpoint_dir.Progress(self.step), family.config(), [], family.task, {})
+        meta = checkpoint_dir.Meta(checkpoint_dir.Progress(self.step), family.config(vocab_size=1), [], family.task, {})
         self.savers[name].start(meta, self.rows, {})
 
     def save(self) -> Callable[[], dict]:

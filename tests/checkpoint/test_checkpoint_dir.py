@@ -70,7 +70,7 @@ def test_another_format_or_family_is_rejected_but_not_damaged(tmp_path, values, 
 
 
 def test_meta_is_read_as_written(tmp_path):
-    written = meta(5, registry.get("gpt2").config(dropout=0.25))
+    written = meta(5, registry.get("gpt2").config(dropout=0.25, vocab_size=300))
     (tmp_path / "meta.json").write_bytes(written.to_json())
     assert checkpoint_dir.Meta.read(Path(tmp_path)) == written
 

@@ -17,6 +17,7 @@ import pytest
 from gpt4d.config import ConfigError, DataConfig
 from gpt4d.data import directory, encoding, parts, preparation, prepare, tokenizers
 from gpt4d.data import documents as texts
+from gpt4d.data.tokens import TokenFiles
 from gpt4d.validation import validate
 from tests.data import flip_bit, json_edit, small_corpus
 from tests.grids import train_in_rank
