@@ -60,12 +60,14 @@ def test_the_commands_are_found():
 def directory(tmp_path_factory):
     """Return a directory with the files that the documentation names."""
     directory = tmp_path_factory.mktemp("documented")
-    tokenizers = {*re.findall(r"data.tokenizer=(runs/\S+)", "\n".join(COMMANDS))}
-    for name in ("books/a.txt", "letters/a.txt", "code/a.py", "dialogs/a.jsonl", "docs/a/a.md", *tokenizers):
+    names = "books/a.txt", "letters/a.txt", "code/a.py", "dialogs/a.jsonl", "docs/a/a.md"
+    texts = dict.fromkeys(names, "text " * 1000)
+    found = re.findall(r"data.tokenizer=(runs/\S+)", "\n".join(COMMANDS))
+    texts |= dict.fromkeys(found, tokenizers.train(["text"], 258).to_str())
+    for name, text in texts.items():
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("text " * 1000)
-    (directory / tokenizer[1]).write_text(tokenizers.train(["text"], 258).to_str())
+        path.write_text(text)
     for name in ("crawl", "books"):
         path = directory / "tokens" / name / "train_0000.tokens"
         path.parent.mkdir(parents=True)
