@@ -12,6 +12,8 @@ from gpt4d.data.corpus_files import CorpusFile
 from gpt4d.runtime.errors import one_line
 
 _MODES = {1: "L", 3: "RGB"}
+_WATER = 0.15, 0.85  # bounds of the share of water in a patch of the Blue Marble
+_MOST_ICE = 0.1
 
 
 def images(config: DataConfig, size: int, channels: int) -> Iterator[np.ndarray]:
@@ -25,12 +27,14 @@ def images(config: DataConfig, size: int, channels: int) -> Iterator[np.ndarray]
 
 def identity(config: DataConfig, size: int, channels: int) -> str:
     """Return the facts that identify the images (``sources.facts``), and the settings with which they are read."""
+    bounds = (_WATER, _MOST_ICE) if config.source == "blue_marble" else ()
     return repr(
         (
             config.source,
             config.column,
             size,
             channels,
+            *bounds,
             *sources.facts(config, lambda _: list(map(CorpusFile.local, _files(config)))),
         )
     )
@@ -89,7 +93,7 @@ def _square(image: Any, size: int, channels: int, location: str) -> np.ndarray:
 
 
 def _read_blue_marble(config: DataConfig, size: int, channels: int) -> Iterator[np.ndarray]:
-    """Yield disjoint land patches of NASA's image of the Earth, row by row."""
+    """Yield disjoint patches of NASA's image of the Earth with land and sea, row by row."""
     (path,) = _files(config)
     image = _open(path)
     pixels = np.asarray(image.convert("RGB"))
@@ -97,16 +101,16 @@ def _read_blue_marble(config: DataConfig, size: int, channels: int) -> Iterator[
     for top in range(0, pixels.shape[0] - size + 1, size):
         for left in range(0, pixels.shape[1] - size + 1, size):
             patch = slice(top, top + size), slice(left, left + size)
-            if _is_varied_land(pixels[patch]):
+            if _is_coast(pixels[patch]):
                 yield chosen[patch]
 
 
-def _is_varied_land(patch: np.ndarray) -> bool:
-    """Return whether more than 30 % of a patch [size, size, 3] is land, less than half is ice, and its bytes vary.
+def _is_coast(patch: np.ndarray) -> bool:
+    """Return whether a patch [size, size, 3] has both land and water, and little ice.
 
     Water is dark with blue as its strongest channel; ice is almost white.
     """
     red, _, blue = np.moveaxis(patch.astype(np.int16), -1, 0)
     water = (blue > red + 8) & (red < 64)
     ice = patch.min(-1) > 200
-    return bool(1 - water.mean() > 0.3 and ice.mean() < 0.5 and patch.std() > 12)
+    return bool(_WATER[0] < water.mean() < _WATER[1] and ice.mean() < _MOST_ICE)
