@@ -84,9 +84,13 @@ def test_torchrun_reports_a_mistake_before_or_after_rendezvous(arguments, messag
     assert f'File "{ROOT / "gpt4d"}{os.sep}' not in done.stderr, "a traceback through gpt4d"
 
 
+def lines_of(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 def test_serial_and_torchrun_runs_agree_and_generate_equal_text(ranks, tiny, tmp_path):
     serial, grid = tmp_path / "serial", tmp_path / "grid"
-    short = ["train.steps=3", "logging.sample_tokens=4"]
+    short = ["train.steps=3", "logging.sample_tokens=12", "logging.sample_prompt=alpha"]
     one = run_command(ranks.context, "train.py", *overrides(tiny()), *short, f"run.dir={serial}")
     assert one.returncode == 0, one.stderr
     assert f"run {serial}" in one.stdout and "validation loss" in one.stdout
@@ -94,8 +98,7 @@ def test_serial_and_torchrun_runs_agree_and_generate_equal_text(ranks, tiny, tmp
     assert two.returncode == 0, two.stderr
     losses = []
     for run in (serial, grid):
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        losses.append([line["loss"] for line in lines if "event" not in line])
+        losses.append([line["loss"] for line in lines_of(run) if "event" not in line])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
     again = run_command(ranks.context, "train.py", *overrides(tiny()), *short, f"run.dir={grid}")
@@ -107,6 +110,10 @@ def test_serial_and_torchrun_runs_agree_and_generate_equal_text(ranks, tiny, tmp
     assert all(text.returncode == 0 for text in texts), [text.stderr for text in texts]
     assert texts[0].stdout == texts[1].stdout == texts[2].stdout
     assert texts[0].stdout.startswith("alpha: ${beta} = ")
+    settings = "prompt=alpha", "tokens=12", "top_p=0.9", "repetition_penalty=1.1"
+    sampled = run_command(ranks.context, *generate, f"checkpoint={serial}", *settings)
+    (sample,) = [line["text"] for line in lines_of(serial) if line.get("event") == "sample"]
+    assert sampled.stdout == f"{sample}\n"
     alone = run_command(ranks.context, *generate, f"checkpoint={run}", "prompt=a", "gx=2")
     assert "error: gx·gy·gz·gdata·stages=2·1·1·1·1: not a plan for 1 process(es)" in alone.stderr
 

@@ -336,7 +336,7 @@ def test_a_model_can_choose_the_data_that_the_user_does_not(tmp_path, monkeypatc
 OPTIMIZERS = [  # settings, optim.lr, optim.warmup_steps, optim.ema_decay
     (["model=gpt_10b"], 1.1e-4, 700, 0),
     (["model=unet_1b"], 1e-4, 500, 0.9999),
-    (["model=utransformer_tiny"], 2e-3, 50, 0.99),
+    (["model=utransformer_tiny"], 6e-3, 30, 0.95),
     (["model=gpt_10b", "optim.lr=5e-4"], 5e-4, 700, 0),
     (["optim.lr=5e-4", "model=unet_1b"], 5e-4, 500, 0.9999),
     (["model=unet_1b", "optim=finetune"], 2e-5, 50, 0),

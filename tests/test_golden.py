@@ -21,15 +21,9 @@ from tests.rank_pool import RankPool
 
 FILES = Path(__file__).parent / "golden"
 GRIDS = [GridSizes(), GridSizes(1, 2, 1, 2), GridSizes(2, 2, 2, 1), GridSizes(2, 1, 2, 2)]
-SIZES = ["model.vocab_size=4096", "model.max_positions=256", "train.batch_size=8"]  # whatever the defaults are
 RUN = [
-    *SIZES,
     "optim.algorithm=adamw",
     "optim.lr=4e-3",
-    "optim.schedule=cosine",
-    "optim.min_lr_ratio=0.1",
-    "optim.warmup_steps=50",
-    "optim.weight_decay=0.1",
     "train.steps=20",
     "train.activation_checkpointing=full",
     "parallel.cache_layers=2",
@@ -43,7 +37,7 @@ RUN = [
     "logging.sample_tokens=0",
 ]
 QUERIES = [
-    " ".join(["world_size=8 cluster=local optim.algorithm=adamw", *SIZES]),
+    "world_size=8 cluster=local optim.algorithm=adamw",
     "world_size=32 model=gpt_20b cluster=perlmutter train.activation_checkpointing=full train.batch_size=64",
     "world_size=64 model=gpt_5b cluster=perlmutter train.batch_size=512 parallel.cache_layers=5 "
     "train.activation_checkpointing=full",

@@ -35,10 +35,12 @@ from gpt4d.runtime.consensus import run_on_all_ranks, run_on_rank0
 from gpt4d.task.generation import continuations
 from gpt4d.task.reading import ReadingTask
 from gpt4d.task.source_losses import SourceLosses
-from gpt4d.task.task import Artifact, GenerateConfig
+from gpt4d.task.task import Artifact, GenerateConfig, Sampling
 
 _PROMPT_OF_SPEECHES = "My fellow citizens,"
 _PROMPT_TOKENS = 16
+# A model of a short run repeats frequent phrases, and continues rare tokens with nonsense.
+_SAMPLING = Sampling(top_p=0.9, repetition_penalty=1.1)
 _FEW_TOKENS = 0.9  # share of the model's vocabulary: a smaller tokenizer is reported
 
 
@@ -328,6 +330,7 @@ class LanguageModeling(ReadingTask):
                 [prompt],
                 logging.sample_tokens,
                 self._documents,
+                _SAMPLING,
             )
         return Artifact(f"\n{text}\n", {"text": text})
 
