@@ -70,3 +70,13 @@ def test_epochs_end_the_run_and_its_schedule_and_a_resume_may_extend_them(ranks,
     assert lines[-1]["lr"] < 0.5 * lines[1]["lr"], "the cosine ends with the run"
     ranks.run(1, train_in_rank, tiny("train.epochs=1", *settings))
     assert metric_lines(run_dir)[-1]["step"] in (2 * len(lines), 2 * len(lines) - 1)
+
+
+@pytest.mark.parametrize("model", ["unet_tiny", "utransformer_tiny"])
+def test_epochs_replace_the_steps_of_a_models_file(model):
+    assert compose([f"model={model}"]).train.steps == 300
+    config = compose([f"model={model}", "train.epochs=2", "train.batch_size=10"])
+    assert with_epochs(config, 100).train.steps == 20
+    assert with_epochs(compose([f"model={model}", "train=finetune", "train.batch_size=10"]), 100).train.steps == 30
+    with pytest.raises(ConfigError, match=r"train\.steps=90: train\.epochs=2\.0 sets the length; set only one"):
+        compose([f"model={model}", "train.epochs=2", "train.steps=90"])

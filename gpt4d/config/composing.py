@@ -51,7 +51,8 @@ def to_config(composed) -> Config:
         config.model = replace(config.model, lora=config.lora)
     if config.optim.width_transfer:
         config.model = replace(config.model, width=config.model.relative_width() or 1.0)
-    return with_steps(config)
+    model = preset("model", config.model.name, "train")
+    return with_steps(config, **({"default": model["steps"]} if "steps" in model else {}))
 
 
 def choices(group: str) -> list[str]:

@@ -10,8 +10,10 @@ from gpt4d.config.schema import Config, TrainConfig
 DEFAULT_STEPS = TrainConfig.steps
 
 
-def with_steps(config: Config) -> Config:
+def with_steps(config: Config, default: int = DEFAULT_STEPS) -> Config:
     """Return the configuration with the number of steps in which a run reads ``train.tokens``, if that is set.
+
+    ``default``: the number of steps that the model's file sets, which ``train.tokens`` or ``train.epochs`` replaces.
 
     The last step may exceed ``train.tokens``, because its batch is complete. Raises ConfigError if several keys set the
     length, or if ``train.tokens`` is set for a model that is trained on images.
@@ -30,7 +32,7 @@ def with_steps(config: Config) -> Config:
         )
     else:
         steps = steps_for(train, _samples_of_tokens(train))
-    if train.steps not in (steps, DEFAULT_STEPS):
+    if train.steps not in (steps, default, DEFAULT_STEPS):
         key = "tokens" if train.epochs is None else "epochs"
         raise ConfigError(f"train.steps={train.steps}: train.{key}={getattr(train, key)} sets the length; set only one")
     return replace(config, train=replace(train, steps=steps))
