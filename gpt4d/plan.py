@@ -57,7 +57,8 @@ class ParallelPlan:
 
     def micro_batch_size(self, stage: StagePlan) -> int:
         """Return the microbatch of a device of a stage, in samples."""
-        return self.config.train.batch_size // self.microbatches // stage.sizes.batch_shards
+        shards = stage.sizes.sample_shards(self.config.parallel.context)
+        return self.config.train.batch_size // self.microbatches // shards
 
     def training_program(self, stage: int, microbatches: int) -> Program:
         """Return a stage's program of a training step. Equal arguments give matching programs on all ranks."""

@@ -69,7 +69,8 @@ class Trainer:
         rank = torch.distributed.get_rank()
         stage_plan = plan.stage_of(rank)
         with self._connecting("connecting the ranks of the grid's axes"):
-            grid = Grid(stage_plan.sizes, device.type, stage_plan.ranks, gpu.backend_timeout(timeout_s))
+            timeout = gpu.backend_timeout(timeout_s)
+            grid = Grid(stage_plan.sizes, device.type, stage_plan.ranks, timeout, config.parallel.context)
         self.hang_detector.axes = grid.active_axes
         self.hosts, self.slow = preflight.compare(config, device, collectives.probes(grid.active_axes, device))
         with MAIN.begin("building the model"):

@@ -241,6 +241,9 @@ class _RecordedTransport(Transport):
     def start_reduce_scatter(self, full):
         return self._start("start_reduce_scatter", full)
 
+    def start_shift(self, tensor):
+        return self._start("start_shift", tensor)
+
 
 @contextmanager
 def replayed_graphs(grid: Grid) -> Iterator[Device]:

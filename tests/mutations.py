@@ -69,8 +69,8 @@ MUTATIONS = [
     ),
     Mutation(
         "config/length.py",
-        "steps_for(train, math.ceil(train.tokens /",
-        "steps_for(train, math.floor(train.tokens /",
+        "return math.ceil(train.tokens /",
+        "return math.floor(train.tokens /",
         "a run reads at least train.tokens",
         "tests/test_length.py",
     ),

@@ -8,6 +8,7 @@ from gpt4d.checkpoint.storage import LocalShard
 from gpt4d.config import Config
 from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layers.sequence import own_segments
 from gpt4d.parallel.pipeline.runtime import StageRuntime
 from gpt4d.parallel.stage import Stage
 from gpt4d.plan import ParallelPlan
@@ -22,11 +23,17 @@ def own_stage(
     """Return, on a rank, the plan of ``config`` and this rank's stage, connected to its neighbors."""
     plan = validate(config, world_size)
     stage_plan = plan.stage_of(dist.get_rank())
-    grid = Grid(stage_plan.sizes, "cpu", stage_plan.ranks)
+    grid = Grid(stage_plan.sizes, "cpu", stage_plan.ranks, context=plan.config.parallel.context)
     stage = build_stage(plan.config, grid, torch.device("cpu"), dtype, plan=plan)
     if len(plan.stages) > 1:
         connect_stages(plan, stage, ranks_per_host)
     return plan, stage
+
+
+def own_tokens(values: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """Return this rank's segments of values [sequences, length, …]; other values, such as sample ids, are complete."""
+    context = grid.context
+    return values if values.dim() == 1 or context.size == 1 else own_segments(values, context.size, context.index)
 
 
 def float64_step(
@@ -43,8 +50,8 @@ def float64_step(
 
     def batches():
         for part in torch.arange(len(batch[0])).chunk(plan.microbatches):
-            own = part.split(size)[grid.batch_shard]
-            yield [tensor[own] for tensor in batch]
+            own = part.split(size)[grid.sample_shard]
+            yield [own_tokens(tensor[own], grid) for tensor in batch]
 
     reducer = GradientReducer(stage.weights, dict(stage.module.named_parameters()))
     runtime = StageRuntime(stage, reducer, compute)
@@ -85,8 +92,8 @@ class RandomTokens:
         generator = torch.Generator().manual_seed(step)
         ids = torch.randint(0, model.vocab_size, (train.batch_size, train.seq_len + 1), generator=generator)
         for part in torch.arange(train.batch_size).chunk(self.plan.microbatches):
-            own = part.split(self.size)[self.grid.batch_shard]
-            yield ids[own, :-1], ids[own, 1:], own
+            own = part.split(self.size)[self.grid.sample_shard]
+            yield own_tokens(ids[own, :-1], self.grid), own_tokens(ids[own, 1:], self.grid), own
 
     @staticmethod
     def compute(module, part, batch, received):

@@ -64,7 +64,7 @@ def test_a_size_begins_with_the_first_step_at_or_after_its_first_sample(ramp):
         ),
         (
             ["train.batch_ramp=[[0,3],[9,8]]", "parallel.pipeline.stages=2", "parallel.chunks=2"],
-            "[[0,3],[9,8]]: its batch of 3 cannot be cut into microbatches: each stage splits one over its gz·gdata",
+            "[[0,3],[9,8]]: its batch of 3 cannot be cut into microbatches: each stage splits one over its gdata·gz",
         ),
     ],
 )
@@ -90,7 +90,8 @@ def test_stages_have_microbatches_of_one_size_in_all_batches():
 def test_the_planner_chooses_a_grid_and_a_microbatch_that_divide_every_batch(mode):
     overrides = ["train.batch_size=12", "train.batch_ramp=[[0,2],[100,12]]", "cluster=local", f"parallel.mode={mode}"]
     plan = validate(compose(overrides), 8)
-    shards, micro_batch = plan.sizes.batch_shards, plan.micro_batch_size(plan.stages[0])
+    shards = plan.sizes.sample_shards(plan.config.parallel.context)
+    micro_batch = plan.micro_batch_size(plan.stages[0])
     assert 2 % shards == 0
     assert micro_batch * shards * plan.microbatches == 12 and plan.microbatches_of(2) == max(
         1, 2 // micro_batch // shards

@@ -63,6 +63,7 @@ ROUNDING_RUNS = {
               "parallel.overlap.prefetch=1"]),
     "data": (2, ["parallel.gdata=2", "parallel.overlap.data=false", "optim.shard_states=true",
                  "parallel.overlap.all_gather=false"]),
+    "context": (2, ["parallel.context=2", "parallel.context_exchange=ring"]),
     "atp": (2, ["parallel.mode=atp", "parallel.d1=2", "parallel.d2=1", *CLUSTER]),
     "stages": (2, ["parallel.pipeline.stages=2", "parallel.pipeline.cuts=[1]", "parallel.pipeline.schedule=gpipe",
                    "parallel.pipeline.stage_grids=[1x1x1x1,1x1x1x1]", "parallel.pipeline.microbatches=4",

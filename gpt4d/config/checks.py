@@ -40,25 +40,49 @@ def grid_problem(
                 f"parallel.{axes}={parts}: does not divide {rule.quantity}={rule.extent}; "
                 f"use one of {shortened(divisors(rule.extent))}{remedy}"
             )
+    if problem := _context_problem(train, parallel, sizes):
+        return problem
+    shards = sizes.sample_shards(parallel.context)
     for size in batch_sizes(train)[:-1]:
-        micro_batch_size = train.micro_batch_size and min(train.micro_batch_size, max(1, size // sizes.batch_shards))
+        micro_batch_size = train.micro_batch_size and min(train.micro_batch_size, max(1, size // shards))
         smaller = replace(train, batch_size=size, batch_ramp=None, micro_batch_size=micro_batch_size)
         if problem := grid_problem((), smaller, parallel, sizes):
             return f"train.batch_ramp={ramp_text(train)}: its batch of {size} is not possible: {problem}"
-    share, rest = divmod(train.batch_size, sizes.batch_shards)
+    share, rest = divmod(train.batch_size, shards)
     if rest:
         return (
-            f"train.batch_size={train.batch_size}: cannot be split over parallel.gdata·gz={sizes.batch_shards}; "
-            f"use a multiple of {sizes.batch_shards}"
+            f"train.batch_size={train.batch_size}: cannot be split over parallel.{split_samples(parallel)}={shards}; "
+            f"use a multiple of {shards}"
         )
     if train.micro_batch_size is not None and share % train.micro_batch_size:
         return (
             f"train.micro_batch_size={train.micro_batch_size}: does not divide a device's share of the batch, "
-            f"train.batch_size/(gdata·gz)={share}; use one of {shortened(divisors(share))}"
+            f"train.batch_size/({split_samples(parallel)})={share}; use one of {shortened(divisors(share))}"
         )
     if (parallel.pipeline.stages or 1) > 1:
         return None  # gpt4d.config.pipeline decides how large a microbatch is
     return chunk_problem(train, parallel, sizes, train.micro_batch_size or share)
+
+
+def split_samples(parallel: ParallelConfig) -> str:
+    """Return the number of shards of the samples in the user's terms."""
+    return "gdata·gz" if parallel.context == 1 else "gdata·gz/context"
+
+
+def _context_problem(train: TrainConfig, parallel: ParallelConfig, sizes: GridSizes) -> str | None:
+    """Return one line that explains why ranks of a grid cannot share sequences; None if they can."""
+    context, shards = parallel.context, sizes.batch_shards
+    if shards % context:
+        return (
+            f"parallel.context={context}: does not divide parallel.gdata·gz={shards}; "
+            f"use one of {shortened(divisors(shards))}"
+        )
+    if context > 1 and train.seq_len % (2 * context):
+        return (
+            f"parallel.context={context}: cuts each sequence into {2 * context} segments, which do not divide "
+            f"train.seq_len={train.seq_len}; use a multiple of {2 * context}"
+        )
+    return None
 
 
 def chunk_problem(train: TrainConfig, parallel: ParallelConfig, sizes: GridSizes, micro_batch: int) -> str | None:
@@ -69,11 +93,11 @@ def chunk_problem(train: TrainConfig, parallel: ParallelConfig, sizes: GridSizes
             f"parallel.chunks={parallel.chunks}: does not divide a device's microbatch of {micro_batch} sample(s); "
             f"use one of {shortened(divisors(micro_batch))}, or another train.micro_batch_size"
         )
-    tokens = samples * train.seq_len
+    tokens = samples * train.seq_len // parallel.context
     if parallel.sequence_parallel and tokens % sizes.x:
         key, count = "train.micro_batch_size", share_multiple(train, parallel, sizes)
         if train.micro_batch_size is None:
-            key, count = "train.batch_size", count * sizes.batch_shards
+            key, count = "train.batch_size", count * sizes.sample_shards(parallel.context)
         return (
             f"parallel.sequence_parallel=true: parallel.gx={sizes.x} does not divide the {tokens} tokens of a chunk; "
             f"use a multiple of {sizes.x} for train.seq_len, a multiple of {count} for {key}, or "
@@ -90,7 +114,7 @@ def chunk_problem(train: TrainConfig, parallel: ParallelConfig, sizes: GridSizes
 def share_multiple(train: TrainConfig, parallel: ParallelConfig, sizes: GridSizes) -> int:
     """Return the divisor that a device's number of samples per microbatch needs to be cut into chunks."""
     tokens = math.lcm(sizes.x if parallel.sequence_parallel else 1, FLOAT8_MULTIPLE if train.precision == "fp8" else 1)
-    return parallel.chunks * tokens // math.gcd(tokens, train.seq_len)
+    return parallel.chunks * tokens // math.gcd(tokens, train.seq_len // parallel.context)
 
 
 def profiled_steps(config: Config, length_known: bool = True) -> tuple[int, int] | None:

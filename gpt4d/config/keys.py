@@ -17,6 +17,7 @@ _RENAMED = {
     "parallel.pipeline.stages": "pp pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size "
     "pipeline_parallel_degree num_stages",
     "parallel.sequence_parallel": "sp",
+    "parallel.context": "cp context_parallel context_parallel_size context_parallel_degree",
     "parallel.rank_order": "innermost",
     "parallel.replicated_layers": "whole_layers",
     "train.steps": "steps max_steps num_steps total_steps train_steps iterations num_iterations max_iters train_iters",
@@ -55,8 +56,6 @@ _RENAMED = {
 _EXPLAINED = {
     "use parallel.gx, and parallel.gy for a second dimension": "tp tensor_parallel tensor_parallel_size "
     "tensor_model_parallel_size tensor_parallel_degree model_parallel_size",
-    "sequences are not split in attention; parallel.gx splits its heads, and parallel.sequence_parallel the tokens "
-    "between the layers": "cp context_parallel context_parallel_size context_parallel_degree",
     "use train.micro_batch_size, a device's samples per forward and backward; the rest of train.batch_size is "
     "accumulated": "gradient_accumulation_steps gradient_accumulation grad_accum grad_accum_steps grad_acc_steps "
     "accumulate_grad_batches batch_accumulation_per_replica",

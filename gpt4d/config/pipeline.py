@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpt4d.config.batch_ramp import batch_sizes, ramp_text
-from gpt4d.config.checks import share_multiple
+from gpt4d.config.checks import share_multiple, split_samples
 from gpt4d.config.fields import ConfigError
 from gpt4d.config.schema import Config, GridSizes, ParallelConfig, TrainConfig
 from gpt4d.config.values import divisors, shortened
@@ -113,13 +113,19 @@ def pipeline_microbatches(train: TrainConfig, parallel: ParallelConfig, stages: 
 
     Raises ConfigError if the number does not divide the batch, or if a stage cannot split the microbatches.
     """
+    if parallel.context > 1 and len({sizes.batch_shards for sizes in stages}) > 1:
+        shards = ", ".join(str(sizes.batch_shards) for sizes in stages)
+        raise ConfigError(
+            f"parallel.context={parallel.context}: the stages have different gdata·gz ({shards}), and ranks that share "
+            "sequences need the same in all stages; use grids with equal gdata·gz, or parallel.context=1"
+        )
     given, possible = parallel.pipeline.microbatches, possible_microbatches(train, parallel, stages)
     if given in possible:
         return given
     if not possible:
         multiple = _microbatch_multiple(train, parallel, stages)
-        shares = ", ".join(str(sizes.batch_shards) for sizes in stages)
-        reasons = [f"each stage splits one over its gz·gdata ({shares})"]
+        shares = ", ".join(str(sizes.sample_shards(parallel.context)) for sizes in stages)
+        reasons = [f"each stage splits one over its {split_samples(parallel)} ({shares})"]
         if parallel.chunks > 1:
             reasons.append(f"cuts each share into parallel.chunks={parallel.chunks}")
         if parallel.sequence_parallel:
@@ -160,4 +166,6 @@ def possible_microbatches(train: TrainConfig, parallel: ParallelConfig, stages: 
 
 def _microbatch_multiple(train: TrainConfig, parallel: ParallelConfig, stages: tuple[GridSizes, ...]) -> int:
     """Return the divisor that a microbatch's number of samples needs, so that every stage can split and chunk it."""
-    return math.lcm(*(sizes.batch_shards * share_multiple(train, parallel, sizes) for sizes in stages))
+    return math.lcm(
+        *(sizes.sample_shards(parallel.context) * share_multiple(train, parallel, sizes) for sizes in stages)
+    )

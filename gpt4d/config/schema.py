@@ -41,6 +41,7 @@ _PRECISIONS = ("auto", "fp32", "bf16", "fp8")
 _RECOMPUTED = ("none", "selective", "full")
 _RATE_SCHEDULES = ("cosine", "linear", "wsd", "constant", "inverse_sqrt")
 _DECAY_SHAPES = ("sqrt", "linear", "cosine")
+_EXCHANGES = ("all_gather", "ring")
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 
 
@@ -158,6 +159,12 @@ class ParallelConfig:
     d2: int | None = setting(None, "mode=atp: gy; null: as for d1", at_least=1)
     chunks: int = setting(1, "chunks of a microbatch; one is computed while another is all-reduced", at_least=1)
     scatter_heads: bool = setting(True, "split the heads of attention over y too, where gx·gy divides them")
+    context: int = setting(1, "ranks of z and data that share samples and split their tokens; text only", **SIZE)
+    context_exchange: str | None = setting(
+        None,
+        "how ranks that share samples exchange keys and values; null: all_gather, or the choice of mode=auto",
+        choices=_EXCHANGES,
+    )
     sequence_parallel: bool = setting(False, "split tokens over x between the layers: norms, dropout, residual stream")
     rank_order: str | None = setting(
         None,
@@ -472,6 +479,10 @@ class GridSizes(NamedTuple):
     def batch_shards(self) -> int:
         """Number of parts of the batch, which the axes data and z split."""
         return self.data * self.z
+
+    def sample_shards(self, context: int) -> int:
+        """Return the number of parts of the samples if ``context`` consecutive parts of the batch share samples."""
+        return self.batch_shards // context
 
     def __str__(self) -> str:
         return "x".join(map(str, self))

@@ -271,6 +271,7 @@ _CONDITIONS: dict[str, Condition] = {
     ),
     "data.processes": _any(_on_text, _before_preparation),
     **{f"parallel.{axis}": _on_equal_grids for axis in ("gx", "gy", "gz", "gdata")},
+    "parallel.context_exchange": _unless("parallel.context", 1, remedy="leave it out, or set parallel.context"),
     "parallel.overlap.prefetch": _unless("parallel.overlap.all_gather", False, remedy="leave it out"),
     **{f"parallel.pipeline.{key}": _in_stages for key in ("cuts", "stage_grids", "chunks_per_stage", "microbatches")},
     "parallel.pipeline.schedule": _in_possible_stages,

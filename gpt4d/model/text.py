@@ -97,6 +97,7 @@ class TextModelSpec(ModelSpec):
         The loss is the cross-entropy, summed, not averaged, over this rank's tokens with a target. Its gradient
         includes the z-loss (``train.z_loss``).
         ``with_token_losses`` adds the loss of each token as ``token_losses`` [B, S], without a gradient.
+        With ``parallel.context``, S are the positions of this rank's segments of each sequence.
 
         Args:
             model: the layer of this spec.
@@ -105,11 +106,11 @@ class TextModelSpec(ModelSpec):
             ids_BS: as for ``forward``.
             targets_BS: ids of the tokens to predict.
             sample_ids_B: as for ``forward``.
-            documents: as for ``forward``.
+            documents: as for ``forward``, of complete sequences.
             masked: tokens with a negative target have no target.
             with_token_losses: also return the losses of the tokens.
         """
-        tokens = tokens_of(model.weights, sample_ids_B, ids_BS.shape[1], documents)
+        tokens = tokens_of(model.weights, sample_ids_B, ids_BS.shape[1], documents, complete=False)
         x_TH = self._stream(model, part, ids_BS, tokens, received)
         if not part.ends:
             return {"stream": x_TH}

@@ -100,8 +100,10 @@ def check_length(config: Config) -> None:
         raise ConfigError(
             f"{problem}, and learned positions cannot be extended; lower it, or train a new model with {own}"
         )
-    if length % config.train.loss_chunks:
+    context = config.parallel.context
+    if length // context % config.train.loss_chunks:
+        given = f"train.seq_len={length}" if context == 1 else f"train.seq_len/parallel.context={length // context}"
         raise ConfigError(
-            f"train.loss_chunks={config.train.loss_chunks}: does not divide train.seq_len={length}; "
-            f"use one of {', '.join(map(str, divisors(length)))}"
+            f"train.loss_chunks={config.train.loss_chunks}: does not divide {given}; "
+            f"use one of {', '.join(map(str, divisors(length // context)))}"
         )

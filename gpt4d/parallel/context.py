@@ -25,6 +25,7 @@ class Context:
         z_loss: weight of log²(Σ exp(logits)) in the gradients of the loss.
         scatter_heads: y splits the heads of attention too, if it divides their number.
         sequence_parallel: x splits the tokens between the layers; always false on a grid without x.
+        context_ring: keys and values of shared sequences travel around a ring of ranks; false: they are all-gathered.
         float8: linear layers of blocks multiply in float8 (gpt4d.parallel.layers.float8).
     """
 
@@ -38,6 +39,7 @@ class Context:
     z_loss: float = 0.0
     scatter_heads: bool = True
     sequence_parallel: bool = False
+    context_ring: bool = False
     float8: bool = False
 
     def __post_init__(self) -> None:
@@ -72,5 +74,6 @@ def layer_settings(config: Config) -> dict[str, Any]:
         "z_loss": train.z_loss,
         "scatter_heads": parallel.scatter_heads,
         "sequence_parallel": parallel.sequence_parallel,
+        "context_ring": parallel.context_exchange == "ring",
         "float8": train.precision == "fp8",
     }

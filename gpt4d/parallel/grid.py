@@ -18,6 +18,9 @@ class Grid:
 
     ``rank = ranks[((d·gz + z)·gy + y)·gx + x]``, where ``ranks`` are the stage's ranks in the job, in order.
 
+    The axis ``context`` contains the ranks that share samples and split their tokens: ``context`` ranks with
+    consecutive shards of the batch and the same place on x and y.
+
     One more axis, ``world``, contains all ranks of the job. On a GPU, another axis with all ranks of the job uses its
     group: a communicator of NCCL takes more than half a GB. After ``join``, the axis ``stage`` contains all ranks of
     the grid.
@@ -28,6 +31,7 @@ class Grid:
         ranks: the job's ranks that form the stage, including this one; None for all of them. Only these ranks
             construct the grid. Without a process group only the grid of one device exists.
         timeout: timeout of the axes' process groups; None for torch's default.
+        context: number of ranks that share samples (``parallel.context``). It divides the number of batch shards.
     """
 
     x: Axis
@@ -35,6 +39,7 @@ class Grid:
     z: Axis
     data: Axis
     world: Axis
+    context: Axis
     stage: Axis
 
     def __init__(
@@ -43,6 +48,7 @@ class Grid:
         device_type: str = "cpu",
         ranks: Sequence[int] | None = None,
         timeout: timedelta | None = None,
+        context: int = 1,
     ):
         self.sizes, self.device_type, self._timeout = sizes, device_type, timeout
         world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
@@ -58,6 +64,11 @@ class Grid:
             members = [self.ranks[first + i * stride] for i in range(size)]
             setattr(self, name, self._axis(name, members, indices[name]))
             stride *= size
+        first, index = divmod(self.batch_shard, context)
+        plane = sizes.x * sizes.y
+        here = self.index % plane
+        members = [self.ranks[here + (first * context + place) * plane] for place in range(context)]
+        self.context = self._axis("context", members, index)
 
     def _axis(self, name: str, members: list[int], index: int) -> Axis:
         if len(members) == 1:
@@ -92,7 +103,7 @@ class Grid:
         """Return the grid of one device, independent of process groups. It serves shapes, not training."""
         grid = cls.__new__(cls)
         grid.sizes, grid.device_type, grid.ranks = GridSizes(), "cpu", (0,)
-        for name in (*grid.sizes._fields, "world"):
+        for name in (*grid.sizes._fields, "context", "world"):
             setattr(grid, name, Axis(name))
         grid.index = 0
         return grid
@@ -113,7 +124,7 @@ class Grid:
         return Axis("none") if name is None else self[name]
 
     def __iter__(self) -> Iterator[Axis]:
-        yield from (self.x, self.y, self.z, self.data, self.world)
+        yield from (self.x, self.y, self.z, self.data, self.context, self.world)
         if hasattr(self, "stage"):
             yield self.stage
 
@@ -137,6 +148,16 @@ class Grid:
     def batch_shard(self) -> int:
         """Index of this rank's shard of the batch, which has ``sizes.batch_shards`` shards."""
         return self.data.index * self.z.size + self.z.index
+
+    @property
+    def sample_shard(self) -> int:
+        """Index of this rank's shard of the samples, which is the same on all ranks of the axis ``context``."""
+        return self.batch_shard // self.context.size
+
+    @property
+    def sample_shards(self) -> int:
+        """Number of shards of the samples."""
+        return self.sizes.sample_shards(self.context.size)
 
 
 def backend_of(device_type: str) -> str:

@@ -30,6 +30,7 @@ from gpt4d.data.tokens import TokenFiles
 from gpt4d.data.validation_sets import validation_sets
 from gpt4d.model.parts import Part
 from gpt4d.parallel.layers.documents import Documents
+from gpt4d.parallel.layers.sequence import own_segments
 from gpt4d.parallel.stage import Stage
 from gpt4d.runtime.consensus import run_on_all_ranks, run_on_rank0
 from gpt4d.task.generation import continuations
@@ -285,14 +286,19 @@ class LanguageModeling(ReadingTask):
     def _batch(self, rows: torch.Tensor, sample_ids: torch.Tensor, held_out: bool = False) -> Batch:
         ids = rows.to(sample_ids.device, non_blocking=True).long()
         sources = self._source_losses.sources(sample_ids) if self._source_losses and not held_out else None
-        if rows.dim() == 3:
+        documents: Documents | None
+        if masked := rows.dim() == 3:
             inputs_BS, targets_BS, documents_BS = ids.unbind(1)
             documents = Documents(documents_BS, (rows[:, 2, -1] + 1).tolist())
-            return Batch(
-                {"ids": inputs_BS, "documents": documents}, targets_BS, sample_ids, masked=True, sources=sources
+        else:
+            inputs_BS, targets_BS = ids[:, :-1], ids[:, 1:]
+            documents = self._documents(inputs_BS, rows[:, :-1])
+        context = self._stage.grid.context
+        if context.size > 1:
+            inputs_BS, targets_BS = (
+                own_segments(part, context.size, context.index) for part in (inputs_BS, targets_BS)
             )
-        inputs = {"ids": ids[:, :-1], "documents": self._documents(ids[:, :-1], rows[:, :-1])}
-        return Batch(inputs, ids[:, 1:], sample_ids, sources=sources)
+        return Batch({"ids": inputs_BS, "documents": documents}, targets_BS, sample_ids, masked, sources)
 
     def _documents(self, ids_BS: torch.Tensor, on_host: torch.Tensor) -> Documents | None:
         """Return the documents of sequences; None if attention ignores them."""

@@ -67,10 +67,10 @@ class ReadingTask(ABC):
 
     def _load(self, source: Source, batch_size: int, workers: int = 0) -> Loader:
         grid, reads = self._stage.grid, self._reads(self._stage, source)
-        shards = grid.sizes.batch_shards
+        shards = grid.sample_shards
         micro_batch_size = min(self._micro_batch_size, batch_size // shards)
         device = self._stage.weights.device
-        return Loader(source, batch_size, grid.batch_shard, shards, micro_batch_size, device, workers, reads)
+        return Loader(source, batch_size, grid.sample_shard, shards, micro_batch_size, device, workers, reads)
 
     @property
     def _validates_held_out(self) -> bool:

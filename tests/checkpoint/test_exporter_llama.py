@@ -137,11 +137,11 @@ def test_an_import_with_a_chat_template_prints_a_command_for_text_and_one_for_co
 
 def test_an_import_with_all_default_sizes_of_its_family_prints_a_command_with_sizes(tmp_path, capsys):
     source = tmp_path / "source"
-    save(source, LlamaConfig())
+    save(source, LlamaConfig(vocab_size=4096))
     main(["import", f"source={source}", f"out={tmp_path / 'run'}", "tokenizer=none"])
     command = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("python"))
     words = [word for word in command.split() if "=" in word and "data.path" not in word]
-    assert replace(compose(words).model, name="") == LlamaConfig(name="")
+    assert replace(compose(words).model, name="") == LlamaConfig(name="", vocab_size=4096)
 
 
 def test_a_tokenizer_is_optional_and_can_come_from_elsewhere(tmp_path):

@@ -97,10 +97,14 @@ def draw(seed: int) -> Case:
     if is_text:
         model = {"gpt": _gpt, "llama": _llama, "olmo2": _olmo2, "gemma3": _gemma3}[family](draw, grids)
         model["model.layers"] = blocks = draw.randint(parts, parts + 2)
-        length = draw.randint(5, 20)
+        length, context = draw.randint(5, 20), 1
+        if len({grid.batch_shards for grid in grids}) == 1 and draw.random() < 0.4:
+            context = own["parallel.context"] = draw.choice(divisors(grids[0].batch_shards))
+        length = length if context == 1 else 2 * draw.randint(2, 5)  # tokens of a rank
         if own.get("parallel.sequence_parallel"):
             length = math.lcm(length, *(grid.x for grid in grids))
         own["train.loss_chunks"] = draw.choice((1, 1, draw.choice(divisors(length))))
+        length *= context
         shared |= {"train.seq_len": length, "model.max_positions": length + draw.randint(0, 3)}
         shared["data.reset_attention"] = draw.random() < 0.3
     else:

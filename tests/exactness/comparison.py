@@ -23,7 +23,7 @@ from gpt4d.task.language import LanguageModeling
 from gpt4d.validation import validate
 from tests.exactness.cases import Case
 from tests.rank_pool import RankFailure, RankPool
-from tests.stages import own_stage
+from tests.stages import own_stage, own_tokens
 
 TOLERANCE = 1e-10  # relative
 _LEARNING_RATE = 0.01
@@ -74,12 +74,15 @@ def microbatches(plan: ParallelPlan, stage: Stage, step: int) -> Iterator[Batch]
     inputs, targets, samples, *_ = _batch(config, step)
     size = plan.micro_batch_size(plan.stages[stage.index])
     for part in torch.arange(len(samples)).chunk(plan.microbatches):
-        own = part.split(size)[stage.grid.batch_shard]
+        own = part.split(size)[stage.grid.sample_shard]
         batch = {name: tensor[own] for name, tensor in inputs.items()}
         if "ids" in inputs:
             resets = config.data.reset_attention
-            batch["documents"] = Documents.ending_with(_END_OF_TEXT, batch["ids"]) if resets else None
-        yield Batch(batch, targets[own], samples[own])
+            documents = Documents.ending_with(_END_OF_TEXT, batch["ids"]) if resets else None
+            batch = {"ids": own_tokens(batch["ids"], stage.grid), "documents": documents}
+            yield Batch(batch, own_tokens(targets[own], stage.grid), samples[own])
+        else:
+            yield Batch(batch, targets[own], samples[own])
 
 
 def train(plan: ParallelPlan, stage: Stage) -> Outcome:

@@ -13,6 +13,7 @@ from gpt4d.model import registry
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.model.init import initialize
 from gpt4d.parallel import compile, random
+from gpt4d.parallel.comm.pending import Pending
 from gpt4d.parallel.context import Context
 from gpt4d.parallel.engine.interleave import run_alone
 from gpt4d.parallel.grid import Grid
@@ -86,13 +87,29 @@ class Values:
         shape = self.sizes.batch, self.sizes.length
         return torch.randint(vocabulary, shape, generator=self.generator).to(self.device)
 
-    def tokens(self, with_documents: bool = False) -> TokenIndex:
-        """Return the tokens of a batch, perhaps with documents of different lengths in each sequence."""
-        samples = torch.arange(self.sizes.batch, device=self.device)
-        places = torch.arange(self.sizes.length, device=self.device)
+    def tokens(self, with_documents: bool = False, shared: bool = False) -> TokenIndex:
+        """Return the tokens of a batch, perhaps with documents of different lengths in each sequence.
+
+        ``shared``: they are segments of sequences with twice as many tokens.
+        """
+        samples, context = torch.arange(self.sizes.batch, device=self.device), TwinRanks() if shared else None
+        places = torch.arange(self.sizes.length * (context.size if context else 1), device=self.device)
         lengths = samples[:, None] + self.sizes.length // 3
         documents = Documents.ending_with(0, (places + 1) % lengths) if with_documents else None
-        return TokenIndex(samples + 7, self.sizes.length, self.weights.context.grid.axis(None), documents)
+        axis = self.weights.context.grid.axis(None)
+        return TokenIndex(samples + 7, self.sizes.length, axis, documents, context=context)
+
+
+class TwinRanks:
+    """The second rank of an axis whose first rank has the same tensors."""
+
+    size, index = 2, 1
+
+    def start_all_gather(self, shard: torch.Tensor) -> Pending:
+        return Pending(torch.cat((shard, shard)))
+
+    def start_reduce_scatter(self, full: torch.Tensor) -> Pending:
+        return Pending(full.unflatten(0, (2, -1)).sum(0))
 
 
 Case = Callable[[Values], tuple[nn.Module, Callable[[], torch.Tensor]]]
@@ -192,12 +209,12 @@ def _attention(drop: float = 0.0, with_documents: bool = False) -> Case:
         layer = Layer(FusedAttentionSpec(s.heads, drop), values.weights)
         layer.key = _KEY
         qkv = values.input(s.batch * s.length, 3, s.hidden)
-        return layer, lambda: layer(qkv, values.tokens(with_documents))
+        return layer, lambda: run_alone(layer(qkv, values.tokens(with_documents)))
 
     return case
 
 
-def _grouped_attention(with_documents: bool = False) -> Case:
+def _grouped_attention(with_documents: bool = False, shared: bool = False) -> Case:
     """Rotated queries and keys, a quarter as many heads of keys and values as of queries."""
 
     def case(values: Values):
@@ -207,8 +224,8 @@ def _grouped_attention(with_documents: bool = False) -> Case:
         k, v = (values.input(s.batch, s.length, s.heads // 4, s.hidden // s.heads) for _ in range(2))
 
         def call() -> torch.Tensor:
-            tokens = values.tokens(with_documents)
-            return layer(rotary(q, tokens), rotary(k, tokens), v, tokens)
+            tokens = values.tokens(with_documents, shared)
+            return run_alone(layer(rotary(q, tokens), rotary(k, tokens), v, tokens))
 
         return layer, call
 
@@ -237,6 +254,8 @@ CASES: dict[str, Case] = {
     "attention of documents": _attention(with_documents=True),
     "grouped attention": _grouped_attention(),
     "grouped attention of documents": _grouped_attention(with_documents=True),
+    "attention of shared sequences": _grouped_attention(shared=True),
+    "attention of documents in shared sequences": _grouped_attention(with_documents=True, shared=True),
     "attention with dropout": _attention(_DROP),
     "attention of documents with dropout": _attention(_DROP, with_documents=True),
 }

@@ -34,6 +34,9 @@ class NoExchange(Transport):
     def start_reduce_scatter(self, full):
         return Pending(full, Ended(), lambda full: full.chunk(self.size)[0])
 
+    def start_shift(self, tensor):
+        return Pending(tensor, Ended(), torch.empty_like)
+
 
 @pytest.fixture
 def rank_0(monkeypatch):

@@ -77,7 +77,7 @@ class RaiseSpec(LayerSpec):
 
     async def forward(self, layer, x, embedding, samples):
         pixels = replace(samples, length=x.shape[1] * x.shape[2])
-        mixed = layer.core(await layer.qkv(layer.norm(x).flatten(0, 2)), pixels)
+        mixed = await layer.core(await layer.qkv(layer.norm(x).flatten(0, 2)), pixels)
         return await layer.higher((await layer.output(mixed)).view_as(x))
 
 

@@ -168,8 +168,8 @@ MUTATIONS = [
     ),
     Mutation(
         "task/language.py",
-        "self._documents(ids[:, :-1], rows[:, :-1])",
-        "self._documents(ids[:, :-1], ids[:, :-1])",
+        "self._documents(inputs_BS, rows[:, :-1])",
+        "self._documents(inputs_BS, inputs_BS)",
         "documents are counted on the host",
         _STAGES,
     ),

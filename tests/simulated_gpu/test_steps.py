@@ -47,6 +47,26 @@ def test_a_step_in_float8_on_a_gpu_has_no_race_and_the_host_does_not_wait(simula
     assert not problems, "\n".join(problems)
 
 
+@pytest.mark.parametrize(
+    ("words", "collective"),
+    [
+        (("parallel.context_exchange=ring", "train.activation_checkpointing=full"), "all_to_all"),
+        (("data.reset_attention=true",), "all_gather"),
+        pytest.param(("train.activation_checkpointing=full",), "all_gather", marks=pytest.mark.full),
+    ],
+    ids=["ring", "documents", "recomputed"],
+)
+def test_a_step_of_shared_sequences_has_no_race_and_keys_arrive_during_attention(simulate, words, collective):
+    config = compose([
+        "model.layers=2", "model.hidden=64", "model.heads=4", "model.vocab_size=300", "model.max_positions=16",
+        "train.seq_len=16", "train.batch_size=16", "train.precision=bf16",
+        "parallel.gz=2", "parallel.context=4", "parallel.chunks=2", "optim.algorithm=adamw", *words,
+    ])  # fmt: skip
+    problems, overlaps = simulate(train, config, 4, 1)
+    assert not problems, "\n".join(problems)
+    assert overlaps[collective] > 0
+
+
 def test_the_sampled_steps_have_every_option_and_all_steps_each_pair_of_options():
     sampled = {option for row in SAMPLE for option in row.items()}
     assert sampled == {(factor, value) for factor, options in FACTORS.items() for value in options}

@@ -111,7 +111,8 @@ def train(config: Config, world_size: int, rank: int, steps: int = STEPS) -> Out
 
 def _stage(plan: ParallelPlan, rank: int) -> Stage:
     stage_plan = plan.stage_of(rank)
-    stage = build_stage(plan.config, Grid(stage_plan.sizes, GPU.type, stage_plan.ranks), GPU, plan=plan)
+    grid = Grid(stage_plan.sizes, GPU.type, stage_plan.ranks, context=plan.config.parallel.context)
+    stage = build_stage(plan.config, grid, GPU, plan=plan)
     if len(plan.stages) > 1:
         connect_stages(plan, stage, ranks_per_host=4)
     return stage

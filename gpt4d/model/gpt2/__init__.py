@@ -15,6 +15,11 @@ def _check(config: Config) -> None:
         raise ConfigError(
             f"model.heads={model.heads}: does not divide model.hidden={model.hidden}; use one of {choices}"
         )
+    if model.attention_dropout and config.parallel.context_exchange == "ring":
+        raise ConfigError(
+            f"parallel.context_exchange=ring: model.attention_dropout={model.attention_dropout} needs the keys of "
+            "complete sequences; use parallel.context_exchange=all_gather, or model.attention_dropout=0"
+        )
     check_length(config)
 
 

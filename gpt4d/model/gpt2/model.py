@@ -36,7 +36,7 @@ class GPT2AttentionSpec(LayerSpec):
         }
 
     async def forward(self, layer: BoundLayer, x_TH: Any, tokens: TokenIndex) -> Any:
-        mixed_TN = layer.core(await layer.qkv(x_TH), tokens)
+        mixed_TN = await layer.core(await layer.qkv(x_TH), tokens)
         return await layer.output(mixed_TN)
 
 

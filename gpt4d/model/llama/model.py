@@ -60,7 +60,7 @@ class LlamaAttentionSpec(LayerSpec):
         k_BShs, v_BShs = await layer.key_value_heads(k_BSN, v_BSN)
         if config.qk_norm:
             q_BShs, k_BShs = layer.q_norm(q_BShs), layer.k_norm(k_BShs)
-        mixed_TN = layer.core(self.rotary(q_BShs, tokens), self.rotary(k_BShs, tokens), v_BShs, tokens)
+        mixed_TN = await layer.core(self.rotary(q_BShs, tokens), self.rotary(k_BShs, tokens), v_BShs, tokens)
         return await layer.output(mixed_TN)
 
 

@@ -44,7 +44,7 @@ class Olmo2AttentionSpec(LlamaAttentionSpec):
         q_BSN, k_BSN = layer.q_norm(q_BSN), layer.k_norm(k_BSN)
         k_BShs, v_BShs = await layer.key_value_heads(k_BSN, v_BSN)
         q_BShs = self.rotary(q_BSN.unflatten(-1, (-1, config.head_size)), tokens)
-        return await layer.output(layer.core(q_BShs, self.rotary(k_BShs, tokens), v_BShs, tokens))
+        return await layer.output(await layer.core(q_BShs, self.rotary(k_BShs, tokens), v_BShs, tokens))
 
 
 @dataclass(frozen=True)

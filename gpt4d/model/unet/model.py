@@ -51,7 +51,7 @@ class PixelAttentionSpec(LayerSpec):
 
     async def forward(self, layer: BoundLayer, x_BSSC: Any, pixels: TokenIndex) -> Any:
         normal_TC = mapped(layer.norm(x_BSSC), lambda normal_BSSC: normal_BSSC.flatten(0, 2))
-        attended_TC = await layer.output(layer.core(await layer.qkv(normal_TC), pixels))
+        attended_TC = await layer.output(await layer.core(await layer.qkv(normal_TC), pixels))
         return x_BSSC + attended_TC.view_as(x_BSSC)
 
 

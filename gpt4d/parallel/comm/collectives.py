@@ -60,6 +60,9 @@ class Axis:
             return Pending(full)
         return start_reduce_scatter(full, self, parameter=parameter, overlaps=overlaps)
 
+    def start_shift(self, tensor: torch.Tensor, parameter: nn.Parameter | None = None) -> Pending:
+        return start_shift(tensor, self, parameter)
+
     def all_reduce(self, tensor: torch.Tensor, op: str = SUM, parameter: nn.Parameter | None = None) -> torch.Tensor:
         return self.start_all_reduce(tensor, op, parameter, overlaps=False).wait()
 
@@ -97,6 +100,14 @@ def start_reduce_scatter(
     return _start("reduce_scatter", full, axis, (axis.size - 1) / axis.size, parameter, overlaps)
 
 
+def start_shift(tensor: torch.Tensor, axis: Axis, parameter: nn.Parameter | None = None) -> Pending:
+    """Start to send ``tensor`` to the next rank of the axis, and to receive the tensor of the previous rank.
+
+    The tensors of all ranks have equal shapes. The axis is a ring: the first rank follows the last rank.
+    """
+    return _start("shift", tensor, axis, 1, parameter, overlaps=True)
+
+
 def _start(
     kind: str,
     tensor: torch.Tensor,
@@ -109,7 +120,7 @@ def _start(
     """Start a collective that profiler traces and hang reports name, such as ``all_gather z``.
 
     Args:
-        kind: all_reduce, all_gather or reduce_scatter.
+        kind: all_reduce, all_gather, reduce_scatter or shift.
         tensor: the tensor of this rank.
         axis: its statistics count the collective.
         sent_share: bytes that this rank sends, divided by the bytes of ``tensor``.

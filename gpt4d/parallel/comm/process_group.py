@@ -30,3 +30,17 @@ class ProcessGroupTransport(Transport):
     def start_reduce_scatter(self, full: torch.Tensor) -> Pending:
         shard = full.new_empty((full.shape[0] // self.group.size(), *full.shape[1:]))
         return Pending(shard, reduce_scatter(shard, full, group=self.group, async_op=True), source=full)
+
+    def start_shift(self, tensor: torch.Tensor) -> Pending:
+        received = torch.empty_like(tensor)
+        return Pending(received, shift(received, tensor, self.group), source=tensor)
+
+
+def shift(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start to send a contiguous tensor to the next rank of a group, and to receive one from the previous rank."""
+    rank, size, count = group.rank(), group.size(), sent.numel()
+    to, source = (rank + 1) % size, (rank - 1) % size
+    received_counts, sent_counts = ([count * (other == peer) for other in range(size)] for peer in (source, to))
+    return dist.all_to_all_single(
+        received.view(-1), sent.view(-1), received_counts, sent_counts, group=group, async_op=True
+    )

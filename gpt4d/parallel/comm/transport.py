@@ -31,3 +31,7 @@ class Transport(ABC):
     @abstractmethod
     def start_reduce_scatter(self, full: torch.Tensor) -> Pending:
         """Start to sum ``full`` over the ranks; the result is this rank's part along dim 0."""
+
+    @abstractmethod
+    def start_shift(self, tensor: torch.Tensor) -> Pending:
+        """Start to send ``tensor`` to the next rank; the result is the tensor of the previous rank."""

@@ -6,31 +6,30 @@ Shapes: B: sequences; S: positions; T: tokens of all sequences; h: this rank's h
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from gpt4d.parallel.layers.activations import DropoutFunction
+from gpt4d.parallel.layers.context_attention import (
+    GatheredKeys,
+    RingKeys,
+    SharedAttention,
+    SharedKeys,
+    gathered_keys,
+    segments_mask,
+)
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
+from gpt4d.parallel.layers.sharding import local_heads
 from gpt4d.parallel.symbolic.kernels import TorchFunction, kernel, planned_kernel
 from gpt4d.parallel.symbolic.tensor import wide_dtype
 
 
-def local_heads(heads: int, axes: Sequence[Any]) -> tuple[int, int]:
-    """Return this rank's first head and its number of heads. ``axes`` split all ``heads``, outermost first."""
-    first = 0
-    for axis in axes:
-        heads //= axis.size
-        first += axis.index * heads
-    return first, heads
-
-
 @kernel
-def weight_rows(sample_ids, key: int, first_head: int, heads: int, length: int):
-    """Return the key of the dropout mask of each row of attention weights, int64 [B, h, S]."""
-    return sample_ids.like((*sample_ids.shape, heads, length))
+def weight_rows(sample_ids, places, key: int, first_head: int, heads: int):
+    """Return the key of the dropout mask of each row of attention weights, int64 [B, h, S]. ``places``: [B, S]."""
+    return sample_ids.like((*sample_ids.shape, heads, places.shape[1]))
 
 
 @kernel(unread=("q",))
@@ -192,10 +191,10 @@ def softmax_gradient(d_weights, weights):
     return weights.like()
 
 
-@planned_kernel(flops=lambda weights, values: 2 * math.prod(weights.shape) * values.shape[3])
-def weighted_sums(weights, values):
+@planned_kernel(flops=lambda weights, values, *_: 2 * math.prod(weights.shape) * values.shape[3])
+def weighted_sums(weights, values, transposed: bool = False):
     """Return the products of weights or gradients [B, h, S, S], or of their transpose, with ``values`` [B, S, h, s]."""
-    return values.like()
+    return values.like((values.shape[0], weights.shape[3 if transposed else 2], *values.shape[2:]))
 
 
 class ScoresFunction(TorchFunction):
@@ -220,7 +219,7 @@ class ScoresFunction(TorchFunction):
         if hidden:
             d_scores = masked_scores(d_scores, *hidden)
         d_scores = scaled_scores(d_scores)
-        return weighted_sums(d_scores, k), weighted_sums(d_scores, q), None, None, None
+        return weighted_sums(d_scores, k), weighted_sums(d_scores, q, True), None, None, None
 
 
 class SoftmaxFunction(TorchFunction):
@@ -256,8 +255,9 @@ class MixedValuesFunction(TorchFunction):
     @staticmethod
     def backward(ctx, d_out):
         weights, v = ctx.saved_tensors
-        d_out = _as_batch(d_out.view_as(v))
-        return score_products(d_out, v), weighted_sums(weights, d_out)
+        batch, _, heads, size = v.shape
+        d_out = _as_batch(d_out.view((batch, weights.shape[2], heads, size)))
+        return score_products(d_out, v), weighted_sums(weights, d_out, True)
 
 
 # ------------------------------------------------------------------------------------------------------ layers
@@ -301,7 +301,7 @@ class AttentionSpec(LayerSpec):
         layer.first_head, layer.heads = local_heads(self.heads, axes)
         layer.key = 0
 
-    def forward(self, layer: BoundLayer, q: Any, k: Any, v: Any, tokens: Any) -> Any:
+    async def forward(self, layer: BoundLayer, q: Any, k: Any, v: Any, tokens: Any) -> Any:
         """Return the output [T, h·s].
 
         Args:
@@ -311,27 +311,36 @@ class AttentionSpec(LayerSpec):
             v: values, shaped like ``k``.
             tokens: the tokens of q, k and v (gpt4d.parallel.layers.sequence).
         """
-        documents, mask = tokens.documents, None
+        documents, mask, context = tokens.documents, None, tokens.context
         assert documents is None or (self.causal and tokens.cache is None), "documents need causality and no cache"
+        drops = layer.training and self.dropout > 0
+        if context is not None and not drops:
+            shared = (RingKeys if layer.context.context_ring else GatheredKeys)(context)
+            masked = self.window is not None or documents is not None
+            steps = self._masked_steps(q, tokens, shared) if masked else shared.steps(q)
+            call = SharedAttention(shared, steps, self.scale, layer.weights.recomputes)
+            return (await call.forward(q, k, v)).flatten(0, 1).flatten(1)
+        if context is not None:
+            k, v = await gathered_keys(k, v, context)
+            mask = segments_mask(q, documents, context.size, context.index)
         if tokens.cache is not None:
             (k, v), mask = tokens.cache.extend(layer, k, v), tokens.cache.mask
         if self.window is not None and self.window < k.shape[1]:
             mask = self._window_mask(q, tokens, self.window)
-        drops = layer.training and self.dropout > 0
         if k.shape[2] != layer.heads and (drops or not groups_heads(q, mask)):
             times = layer.heads // k.shape[2]
             k, v = RepeatedHeadsFunction.apply(k, times), RepeatedHeadsFunction.apply(v, times)
         if not drops:
             return AttentionFunction.apply(q, k, v, documents, mask, self.causal, self.window, self.scale)
-        if documents is not None:
+        if documents is not None and context is None:
             mask = documents.mask
         weights = SoftmaxFunction.apply(ScoresFunction.apply(q, k, mask, self.causal, self.scale))
-        rows = weight_rows(tokens.sample_ids, layer.key, layer.first_head, layer.heads, q.shape[1])
+        rows = weight_rows(tokens.sample_ids, tokens.indices, layer.key, layer.first_head, layer.heads)
         return MixedValuesFunction.apply(DropoutFunction.apply(weights, rows, 0, self.dropout), v)
 
     @cached_property
     def _masks(self) -> WeakKeyDictionary[Any, Any]:
-        """The window mask of each microbatch's tokens, which all layers of this spec share."""
+        """The masks of each microbatch's tokens, which all layers of this spec share."""
         return WeakKeyDictionary()
 
     def _window_mask(self, q: Any, tokens: Any, window: int) -> Any:
@@ -339,13 +348,18 @@ class AttentionSpec(LayerSpec):
             self._masks[tokens] = window_mask(q, tokens.documents, tokens.cache, window)
         return self._masks[tokens]
 
+    def _masked_steps(self, q: Any, tokens: Any, shared: SharedKeys) -> Any:
+        if tokens not in self._masks:
+            self._masks[tokens] = shared.masked_steps(q, tokens.documents, self.window)
+        return self._masks[tokens]
+
 
 @dataclass(frozen=True)
 class FusedAttentionSpec(AttentionSpec):
     """Attention on queries, keys and values in one tensor [T, 3, h·s], the output of a fused product."""
 
-    def forward(self, layer: BoundLayer, qkv: Any, tokens: Any) -> Any:  # type: ignore[override]
+    async def forward(self, layer: BoundLayer, qkv: Any, tokens: Any) -> Any:  # type: ignore[override]
         rows, fused, columns = qkv.shape
         heads = rows // tokens.length, tokens.length, fused, layer.heads, columns // layer.heads
         q, k, v = qkv.view(heads).unbind(2)
-        return super().forward(layer, q, k, v, tokens)
+        return await super().forward(layer, q, k, v, tokens)

@@ -136,12 +136,12 @@ def softmax(scores):
     return scores.softmax(-1)
 
 
-def weight_rows(sample_ids, key: int, first_head: int, heads: int, length: int):
+def weight_rows(sample_ids, places, key: int, first_head: int, heads: int):
     """Return the dropout key of each row of attention weights, int64 [B, heads, length]."""
     device = sample_ids.device
     numbers = torch.arange(first_head, first_head + heads, device=device)
     rows = random.fold(random.fold(key, sample_ids)[:, None], numbers)[..., None]
-    return random.fold(rows, torch.arange(length, device=device))
+    return random.fold(rows, places[:, None])
 
 
 def mixed_values(weights, v):

@@ -194,7 +194,7 @@ class PositionEmbeddingSpec(LayerSpec):
         return {"weight": ParameterSpec(shape, layout, std=self.std, group="embeddings", between_layers=True)}
 
     def forward(self, layer: BoundLayer, x: Any, tokens: Any) -> Any:
-        if tokens.documents is not None or tokens.cache is not None or tokens.axis.size > 1:
+        if tokens.documents is not None or tokens.cache is not None or tokens.axis.size > 1 or tokens.context:
             return RowsAtFunction.apply(x, layer.weight, tokens.local(tokens.positions))
         return PositionsFunction.apply(x, layer.weight, tokens.length)
 

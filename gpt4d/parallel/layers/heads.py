@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 
 from gpt4d.parallel.engine.interleave import YieldPoint
 from gpt4d.parallel.layers import sharding
-from gpt4d.parallel.layers.attention import local_heads
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.product import FEATURES, placeholder, start_gather, start_scatter
 from gpt4d.parallel.symbolic.kernels import Function, TorchFunction, kernel, planned_kernel
@@ -96,19 +95,23 @@ class _Gathering:
         self.axis = axis
         self.gradient: Any = None  # reduce-scatter of the shard's gradient
 
+    def take_gradient(self) -> Any:
+        """Wait for the gradient of the shard."""
+        pending, self.gradient = self.gradient, None
+        return pending.wait()
 
-class FeatureShardFunction(Function):
-    """This rank's shard of the features. Its backward waits for the gradient's reduce-scatter."""
+
+class ShardFunction(Function):
+    """A shard of a tensor that ranks exchange. Its backward waits for the gradient, ``exchange.take_gradient()``."""
 
     @staticmethod
-    def forward(ctx, shard, gathering: _Gathering):
-        ctx.gathering = gathering
+    def forward(ctx, shard, exchange: Any):
+        ctx.exchange = exchange
         return shard.view_as(shard)
 
     @staticmethod
     def backward(ctx, d_shard):
-        gradient, ctx.gathering.gradient = ctx.gathering.gradient, None
-        return gradient.wait(), None
+        return ctx.exchange.take_gradient(), None
 
 
 class GatheredFeaturesFunction(Function):
@@ -128,7 +131,7 @@ class GatheredFeaturesFunction(Function):
 async def gather_features(x: Any, axis: Any) -> Any:
     """All-gather features over an axis; the backward reduce-scatters their gradients."""
     gathering = _Gathering(axis)
-    shard = FeatureShardFunction.apply(x, gathering)
+    shard = ShardFunction.apply(x, gathering)
     pending = start_gather(shard.detach(), axis, FEATURES)
     await YieldPoint()
     return GatheredFeaturesFunction.apply(shard, pending.wait(), gathering)
@@ -155,8 +158,8 @@ class KeyValueHeadsSpec(LayerSpec):
         axes = [context.grid.axis(name) for name in context.head_axes(self.parts)]  # outermost first
         gathered = sharding.axes_to_gather(self.key_value_heads, [axis.size for axis in axes])
         layer.gathered = axes[::-1][:gathered]
-        first_here, layer.heads = local_heads(self.key_value_heads, axes[: len(axes) - gathered])
-        served = sharding.head_of_query(self.heads, self.key_value_heads, *local_heads(self.heads, axes))
+        first_here, layer.heads = sharding.local_heads(self.key_value_heads, axes[: len(axes) - gathered])
+        served = sharding.head_of_query(self.heads, self.key_value_heads, *sharding.local_heads(self.heads, axes))
         # The local key-value head of each of this rank's query heads.
         layer.head_of_query = tuple(head - first_here for head in served)
 

@@ -33,6 +33,26 @@ def places_of(sample_ids, length: int):
     return sample_ids.like((*sample_ids.shape, length))
 
 
+@kernel
+def own_segments(values, ranks: int, index: int):
+    """Return the segments of rank ``index`` (``segments_of``) of values [sequences, length, …]."""
+    return values.like((values.shape[0], values.shape[1] // ranks, *values.shape[2:]))
+
+
+@kernel(free=True)
+def places_in_segments(sample_ids, length: int, ranks: int, index: int):
+    """Return the index of each token of rank ``index`` in its sequence, [sequences, length]. Sequences share memory."""
+    return sample_ids.like((*sample_ids.shape, length))
+
+
+def segments_of(ranks: int, index: int) -> tuple[int, int]:
+    """Return the segments of a rank. ``ranks`` ranks split a sequence into twice as many segments.
+
+    With causal attention, a segment attends to itself and to the segments before it. So all ranks have equal work.
+    """
+    return index, 2 * ranks - 1 - index
+
+
 @kernel(free=True)
 def samples_of(sample_ids, length: int):
     """Return the sample id of each token, [sequences, length], as a view of ``sample_ids``."""
@@ -45,11 +65,13 @@ class TokenIndex:
 
     Attributes:
         sample_ids: [sequences], int64: index of each sequence in the run, which dropout depends on.
-        length: number of tokens per sequence.
+        length: number of tokens per sequence on this rank.
         axis: splits the tokens of each chunk between the layers; ``grid.axis(None)`` if every rank has all tokens.
         documents: limit attention and positions; None: each sequence is one document.
         num_chunks: number of chunks of the microbatch.
         cache: keys and values of preceding tokens in generation; None in training.
+        context: the axis whose ranks have segments of the same sequences (``parallel.context``); None: every rank has
+            complete sequences.
     """
 
     sample_ids: Any
@@ -58,6 +80,7 @@ class TokenIndex:
     documents: Documents | None = None
     num_chunks: int = 1
     cache: KeyValueCache | None = None
+    context: Any = None
 
     def chunk(self, count: int) -> Sequence[TokenIndex]:
         """Split the sequences into ``count`` chunks and return the tokens of each chunk."""
@@ -88,8 +111,9 @@ class TokenIndex:
         if self.cache is not None:
             return self.cache.positions
         if self.documents is None:
-            return places_of(self.sample_ids, self.length)
-        return self.documents.positions
+            return self.indices
+        positions, context = self.documents.positions, self.context
+        return positions if context is None else own_segments(positions, context.size, context.index)
 
     @cached_property
     def samples(self) -> Any:
@@ -99,7 +123,14 @@ class TokenIndex:
     @cached_property
     def places(self) -> Any:
         """[this rank's tokens]: index of each token in its sequence."""
-        return self.local(places_of(self.sample_ids, self.length))
+        return self.local(self.indices)
+
+    @property
+    def indices(self) -> Any:
+        """[sequences, length]: index of each token in its sequence."""
+        if self.context is None:
+            return places_of(self.sample_ids, self.length)
+        return places_in_segments(self.sample_ids, self.length, self.context.size, self.context.index)
 
 
 def tokens_of(
@@ -108,7 +139,19 @@ def tokens_of(
     length: int,
     documents: Documents | None = None,
     cache: KeyValueCache | None = None,
+    complete: bool = True,
 ) -> TokenIndex:
-    """Return the tokens of a microbatch; ``weights`` are the weights of the stage."""
-    axis = weights.context.grid.axis("x" if weights.splits_tokens else None)
-    return TokenIndex(sample_ids, length, axis, documents, weights.num_chunks, cache)
+    """Return the tokens of a microbatch.
+
+    Args:
+        weights: the weights of the stage.
+        sample_ids: as for ``TokenIndex``, as are ``length``, ``documents`` and ``cache``.
+        length: number of tokens per sequence on this rank.
+        documents: the documents of complete sequences.
+        cache: keys and values of preceding tokens.
+        complete: this rank has complete sequences; if false, ``parallel.context`` ranks have segments of them.
+    """
+    grid = weights.context.grid
+    axis, context = grid.axis("x" if weights.splits_tokens else None), grid.context
+    shared = None if complete or context.size == 1 else context
+    return TokenIndex(sample_ids, length, axis, documents, weights.num_chunks, cache, shared)

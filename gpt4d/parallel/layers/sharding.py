@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 _MAX_PIECES = 240  # pieces per tensor of a concatenation: all usual axis sizes divide it; longer pieces copy faster
@@ -45,6 +45,15 @@ def head_axes(heads: int, x: int, y: int, scatter: bool, stream: str = "y") -> t
     """
     inner, size = ("x", y) if stream == "y" else ("y", x)
     return (inner, stream) if scatter and size > 1 and heads % (x * y) == 0 else (inner,)
+
+
+def local_heads(heads: int, axes: Sequence[Any]) -> tuple[int, int]:
+    """Return this rank's first head and its number of heads. ``axes`` split all ``heads``, outermost first."""
+    first = 0
+    for axis in axes:
+        heads //= axis.size
+        first += axis.index * heads
+    return first, heads
 
 
 def axes_to_gather(key_value_heads: int, sizes: Sequence[int]) -> int:

@@ -68,6 +68,9 @@ class SymbolicAxis:
         part = full if self.size == 1 else full.like((full.shape[0] // self.size, *full.shape[1:])).new()
         return self._start("reduce_scatter", part, full)
 
+    def start_shift(self, tensor: SymbolicTensor, parameter: Any = None) -> Pending:
+        return self._start("shift", tensor if self.size == 1 else tensor.like().new(), tensor)
+
     def all_reduce(self, tensor: SymbolicTensor, op: str = SUM, parameter: Any = None) -> SymbolicTensor:
         return self.start_all_reduce(tensor).wait()
 
@@ -84,13 +87,14 @@ class SymbolicAxis:
 
 
 class SymbolicGrid:
-    """The grid of a stage. It replaces gpt4d.parallel.grid.Grid."""
+    """The grid of a stage. It replaces gpt4d.parallel.grid.Grid. ``context``: size of the axis ``context``."""
 
-    def __init__(self, device: CommunicatingDevice, sizes: GridSizes):
+    def __init__(self, device: CommunicatingDevice, sizes: GridSizes, context: int = 1):
         self.device, self.sizes = device, sizes
         self._axes = {name: SymbolicAxis(device, name, size) for name, size in sizes._asdict().items()}
         self._alone = SymbolicAxis(device, "none", 1)
         self.x, self.y, self.z, self.data = self._axes.values()
+        self.context = SymbolicAxis(device, "context", context)
 
     def __getitem__(self, name: str) -> SymbolicAxis:
         return self._axes[name]

@@ -194,7 +194,7 @@ def attention(sizes, stream_axis):
 
     async def ours_of(x):
         rows = x.flatten(0, 2)
-        mixed = core(await qkv(rows), TokenIndex(torch.arange(len(x)), 6, weights.context.grid.axis(None)))
+        mixed = await core(await qkv(rows), TokenIndex(torch.arange(len(x)), 6, weights.context.grid.axis(None)))
         return (await output(mixed)).view(x.shape)
 
     ours = run_alone(ours_of(mine))

@@ -64,7 +64,7 @@ STAGES = "parallel.pipeline.stages=2"
         (["parallel.pipeline.microbatches=4"], "there is one stage; set parallel.pipeline.stages"),
         (
             [STAGES, "parallel.chunks=3"],
-            r"microbatches: .* gz·gdata \(4, 4\), cuts each share into parallel.chunks=3; use a multiple of 12",
+            r"microbatches: .* gdata·gz \(4, 4\), cuts each share into parallel.chunks=3; use a multiple of 12",
         ),
         (
             [STAGES, "parallel.gx=4", "parallel.sequence_parallel=true", "train.seq_len=6", "train.batch_size=3"],

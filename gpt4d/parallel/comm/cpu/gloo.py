@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from gpt4d.parallel.comm import message_size
 from gpt4d.parallel.comm.pending import Pending
-from gpt4d.parallel.comm.process_group import REDUCE_OPS, all_gather
+from gpt4d.parallel.comm.process_group import REDUCE_OPS, all_gather, shift
 from gpt4d.parallel.comm.transport import Transport
 
 
@@ -62,6 +62,12 @@ class GlooTransport(Transport):
             return torch.cat([columns.sum(0) for columns in received]).view(-1, *full.shape[1:])
 
         return Pending(full, Works(list(map(exchange, received, sent)), sent), add, source=full)
+
+    def start_shift(self, tensor: torch.Tensor) -> Pending:
+        received = torch.empty_like(tensor)
+        parts, sent = (pieces(each.view(1, -1), self.yielding) for each in (received, tensor))
+        works = [shift(into, piece, self.group) for into, piece in zip(parts, sent, strict=True)]
+        return Pending(received, Works(works), source=tensor)
 
 
 def pieces(rows: torch.Tensor, yielding: bool = False) -> tuple[torch.Tensor, ...]:

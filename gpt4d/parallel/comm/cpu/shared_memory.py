@@ -150,6 +150,12 @@ class SharedMemoryTransport(Transport):
         size, index = self.memory.size, self.memory.index
         return self._post(full, lambda slots: slots.chunk(size, 1)[index].sum(0))
 
+    def start_shift(self, tensor: torch.Tensor) -> Pending:
+        if not fits(tensor):
+            return self.gloo.start_shift(tensor)
+        previous = self.memory.index - 1
+        return self._post(tensor, lambda slots: slots[previous].clone())
+
     def _post(self, tensor: torch.Tensor, combine: Combine) -> Pending:
         collective = self.memory.post(tensor, combine)
         return Pending(tensor, collective, lambda _: collective.wait())

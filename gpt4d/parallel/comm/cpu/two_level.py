@@ -115,6 +115,10 @@ class TwoLevelTransport(Transport):
         parts = map(piece, pieces(full.view(num_ranks, -1)), (row[0] for row in pieces(result.view(1, -1))))
         return Pending(result, self._start(parts))
 
+    def start_shift(self, tensor: torch.Tensor) -> Pending:
+        """Send through gloo: each element leaves a host at most once."""
+        return self.gloo.start_shift(tensor)
+
     def _start(self, parts: Iterable[Piece]) -> CommFuture:
         """Start a collective whose pieces follow each other through the parts. The task returns None.
 

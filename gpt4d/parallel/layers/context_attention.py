@@ -1,0 +1,395 @@
+"""Causal attention of sequences that several ranks share (``parallel.context``). No torch here.
+
+Shapes: C: ranks that share sequences; B: sequences; S: positions of a sequence; L: positions of a segment, S/(2·C);
+h: this rank's query heads; g: its key-value heads; s: size of a head.
+
+A rank has segments ``index`` and 2·C - 1 - ``index`` of each sequence, in this order, so all ranks have equal work. The
+attention of its 2·L queries has steps: first to the rank's own keys, and then to the keys of other ranks. Keys and
+values of a step arrive during the previous step (``SharedKeys``). Results of blocks are combined by their log-sum-exp,
+as in ring attention (Liu et al., 2023). The backward receives keys and values again, and sends their gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from gpt4d.parallel.engine.interleave import YieldPoint
+from gpt4d.parallel.layers.heads import ShardFunction, StackedFunction
+from gpt4d.parallel.layers.product import placeholder
+from gpt4d.parallel.layers.sequence import segments_of
+from gpt4d.parallel.symbolic.kernels import Function, kernel
+from gpt4d.parallel.symbolic.tensor import wide_dtype
+
+
+class Block(NamedTuple):
+    """Queries of a rank that attend to a range of keys. With ``causal``, these are equally many.
+
+    ``first`` and ``stop`` are places among the 2·L queries of the rank, ``first_key`` and ``stop_key`` among the keys.
+    """
+
+    first: int
+    stop: int
+    first_key: int
+    stop_key: int
+    causal: bool = False
+
+
+# Blocks of the queries with the keys of one step, and their masks or None. The first block of a query has a key for it.
+Step = list[tuple[Block, Any]]
+# A block and the gradients of its keys and of its values.
+BlockGradients = tuple[Block, Any, Any]
+
+
+@kernel
+def in_sequence_order(gathered, ranks: int):
+    """Return keys and values [2, B, S, g, s] from their all-gathered segments [C · 2, B, 2·L, g, s]."""
+    _, batch, length, *rest = gathered.shape
+    return gathered.like((2, batch, ranks * length, *rest))
+
+
+@kernel
+def in_rank_order(d_keys, ranks: int):
+    """Return gradients [2, B, S, g, s] as [C · 2, B, 2·L, g, s], the inverse of ``in_sequence_order``."""
+    _, batch, length, *rest = d_keys.shape
+    return d_keys.like((2 * ranks, batch, length // ranks, *rest))
+
+
+@kernel
+def no_gradient(like):
+    """Return zeros in the shape of a tensor."""
+    return like.like()
+
+
+@kernel(moved=lambda total, part, first: 3 * part.nbytes)
+def add_places_(total, part, first: int):
+    """Add ``part`` [B, n, …] to the n places of ``total`` that begin with ``first``, in place."""
+    return total
+
+
+def _executed_flops(q, block: Block) -> float:
+    """Return the FLOPs that torch's kernels execute: half of a causal block's."""
+    batch, _, heads, size = q.shape
+    flops = 4 * batch * heads * size * (block.stop - block.first) * (block.stop_key - block.first_key)
+    return flops / (2 if block.causal else 1)
+
+
+def _attention_flops(q, mask, block: Block) -> float:
+    """Return the FLOPs of products with all keys. Without masks, the blocks have half of all pairs of tokens."""
+    return _executed_flops(q, block) * (2 if mask is None else 1)
+
+
+@kernel(
+    flops=lambda q, k, v, mask, block, scale: _attention_flops(q, mask, block),
+    attention=lambda q, k, v, mask, block, scale: _executed_flops(q, block),
+)
+def block_attention(q, k, v, mask, block: Block, scale: float | None):
+    """Return the output [B, n, h, s] of the queries of a block and the log-sum-exp of their scores, [B, h, n].
+
+    Queries without a key have zeros and -inf. ``mask``: additive, [B or 1, 1, n, keys], or None.
+    """
+    batch, _, heads, size = q.shape
+    count = block.stop - block.first
+    return q.like((batch, count, heads, size)), q.like((batch, heads, count), wide_dtype(q))
+
+
+@kernel(
+    flops=lambda d_out, q, k, v, out, statistics, mask, block, scale: 2.5 * _attention_flops(q, mask, block),
+    attention=lambda d_out, q, k, v, out, statistics, mask, block, scale: 2.5 * _executed_flops(q, block),
+)
+def block_gradients(d_out, q, k, v, out, statistics, mask, block: Block, scale: float | None):
+    """Return the gradients of the queries and of the keys and values of a block. The kernel recomputes the scores.
+
+    ``out`` and ``statistics`` are the combined results of all blocks.
+    """
+    count, keys = block.stop - block.first, (k.shape[0], block.stop_key - block.first_key, *k.shape[2:])
+    return q.like((q.shape[0], count, *q.shape[2:])), k.like(keys), k.like(keys)
+
+
+def _combined_bytes(out, statistics, more, more_statistics, first: int) -> int:
+    return 2 * out.itemsize * math.prod(more.shape) + more.nbytes + 3 * more_statistics.nbytes
+
+
+@kernel(moved=_combined_bytes)
+def combine_(out, statistics, more, more_statistics, first: int):
+    """Combine the results of a block, whose queries begin with ``first``, with the results of earlier blocks in place.
+
+    ``out`` has the dtype of ``statistics``. Each query has a key in one of the blocks so far.
+    """
+    return out
+
+
+@kernel(converts=True, unread=("like",))
+def accumulated(out, like):
+    """Return ``out`` in the dtype of the statistics ``like``, in which blocks are combined."""
+    return out if out.dtype == like.dtype else out.like(dtype=like.dtype)
+
+
+@kernel(converts=True, unread=("like",))
+def rounded(out, like):
+    """Return the combined output in the dtype of the queries ``like``."""
+    return out if out.dtype == like.dtype else out.like(dtype=like.dtype)
+
+
+@kernel(unread=("q",))
+def segment_mask(q, documents, first: int, first_key: int, stop_key: int, window: int | None):
+    """Return 0 for each key that a query attends to and -inf for other keys, [B or 1, 1, L, keys].
+
+    On a GPU with variable-length attention, return the lengths of documents in place of a mask.
+
+    Args:
+        q: queries [B, 2·L, h, s], whose dtype the mask has.
+        documents: documents of the complete sequences, to which attention is restricted; None: no limit.
+        first: position of the first query of the segment.
+        first_key: position of the first key.
+        stop_key: position after the last key.
+        window: as for ``AttentionSpec``.
+    """
+    if not q.is_cpu and q.itemsize == 2:
+        return None
+    return q.like((1, 1, q.shape[1] // 2, stop_key - first_key))
+
+
+@kernel(unread=("q",))
+def segments_mask(q, documents, ranks: int, index: int):
+    """Return True for each key that a query of this rank attends to, [B or 1, 1, 2·L, S]."""
+    return q.like((1, 1, q.shape[1], ranks * q.shape[1]), "bool")
+
+
+class SharedKeys(ABC):
+    """The keys and values of one call on the ranks of ``axis``: collectives that one node starts and another ends.
+
+    They arrive in steps as [2, B, n, g, s]. Step 0 has this rank's own keys and values.
+
+    Attributes:
+        own: gradients of this rank's keys and values from its own queries.
+        gradient: collective in flight that adds the gradients from all ranks' queries.
+    """
+
+    def __init__(self, axis: Any):
+        self.axis = axis
+        self.own: list[BlockGradients] = []
+        self.gradient: Any = None
+
+    @abstractmethod
+    def steps(self, q: Any) -> list[Step]:
+        """Return the blocks of all steps for causal attention. ``q``: queries [B, 2·L, h, s]."""
+
+    @abstractmethod
+    def masked_steps(self, q: Any, documents: Any, window: int | None) -> list[Step]:
+        """Return the blocks of all steps with their masks. ``documents`` and ``window`` as for ``segment_mask``."""
+
+    @abstractmethod
+    def start(self, keys: Any) -> Any:
+        """Start to receive the keys and values of the step after the step with ``keys``."""
+
+    @abstractmethod
+    def add_gradients(self, keys: Any, found: list[BlockGradients]) -> None:
+        """Add the gradients of keys and values that a step has received, and start to send the sums."""
+
+    def take_gradient(self) -> Any:
+        """Wait for the gradient of this rank's keys and values, [2, B, 2·L, g, s]."""
+        (pending, own), self.gradient, self.own = (self.gradient, self.own), None, []
+        return add_blocks_(pending.wait(), own)
+
+    @property
+    def segments(self) -> tuple[int, int]:
+        """This rank's segments."""
+        return segments_of(self.axis.size, self.axis.index)
+
+
+def add_blocks_(total: Any, found: list[BlockGradients]) -> Any:
+    """Add gradients of keys and values of some blocks to ``total`` [2, B, n, g, s] in place."""
+    for block, *gradients in found:
+        for part, gradient in zip(total.unbind(), gradients, strict=True):
+            add_places_(part, gradient, block.first_key)
+    return total
+
+
+class GatheredKeys(SharedKeys):
+    """One step receives the all-gathered keys and values [2, B, S, g, s]; their gradients are reduce-scattered."""
+
+    def steps(self, q: Any) -> list[Step]:
+        length, (early, late) = q.shape[1] // 2, self.segments
+        before = Block(0, 2 * length, 0, early * length)
+        between = Block(length, 2 * length, (early + 1) * length, late * length)
+        return [[(own_block(q), None)], [(b, None) for b in (before, between) if b.first_key < b.stop_key]]
+
+    def masked_steps(self, q: Any, documents: Any, window: int | None) -> list[Step]:
+        length, blocks = q.shape[1] // 2, []
+        for place, segment in enumerate(self.segments):
+            first, stop_key = segment * length, (segment + 1) * length
+            first_key = 0 if window is None else max(0, first - window + 1)
+            mask = segment_mask(q, documents, first, first_key, stop_key, window)
+            blocks.append((Block(place * length, (place + 1) * length, first_key, stop_key), mask))
+        return [[], blocks]
+
+    def start(self, keys: Any) -> Any:
+        return self.axis.start_all_gather(keys).then(lambda gathered: in_sequence_order(gathered, self.axis.size))
+
+    def add_gradients(self, keys: Any, found: list[BlockGradients]) -> None:
+        self.start_scatter(add_blocks_(no_gradient(keys), found))
+
+    def start_scatter(self, d_keys: Any) -> None:
+        """Start to reduce-scatter the gradients [2, B, S, g, s]."""
+        self.gradient = self.axis.start_reduce_scatter(in_rank_order(d_keys, self.axis.size))
+
+
+class RingKeys(SharedKeys):
+    """Each step receives the keys and values [2, B, 2·L, g, s] of one rank from the previous rank of the axis.
+
+    The gradients follow them around the ring. So a rank has keys and values of two other ranks at most.
+    """
+
+    def steps(self, q: Any) -> list[Step]:
+        length = q.shape[1] // 2
+        earlier, later = Block(0, 2 * length, 0, length), Block(length, 2 * length, 0, 2 * length)
+        ranks = [self._rank(step) for step in range(1, self.axis.size)]
+        return [[(own_block(q), None)], *[[(earlier if rank < self.axis.index else later, None)] for rank in ranks]]
+
+    def masked_steps(self, q: Any, documents: Any, window: int | None) -> list[Step]:
+        length = q.shape[1] // 2
+
+        def blocks(rank: int) -> Iterator[tuple[Block, Any]]:
+            for place, segment in enumerate(self.segments):
+                reach = 0 if window is None else segment * length - window + 1
+                # Reversed: in its first block, a query attends to itself.
+                for key_place, other in reversed([*enumerate(segments_of(self.axis.size, rank))]):
+                    stop_key = (other + 1) * length
+                    if other <= segment and stop_key > reach:
+                        ranges = (at * length for at in (place, place + 1, key_place, key_place + 1))
+                        mask = segment_mask(q, documents, segment * length, other * length, stop_key, window)
+                        yield Block(*ranges), mask
+
+        return [[*blocks(self._rank(step))] for step in range(self.axis.size)]
+
+    def start(self, keys: Any) -> Any:
+        return self.axis.start_shift(keys)
+
+    def add_gradients(self, keys: Any, found: list[BlockGradients]) -> None:
+        earlier = no_gradient(keys) if self.gradient is None else self.gradient.wait()
+        self.gradient = self.axis.start_shift(add_blocks_(earlier, found))
+
+    def _rank(self, step: int) -> int:
+        """Return the index of the rank whose keys and values a step has."""
+        return (self.axis.index - step) % self.axis.size
+
+
+def own_block(q: Any) -> Block:
+    """Return the block of all queries with the keys of the same tokens."""
+    return Block(0, q.shape[1], 0, q.shape[1], causal=True)
+
+
+class GatheredKeysFunction(Function):
+    """The gathered keys and values [2, B, S, g, s]. Its backward starts the reduce-scatter of their gradients."""
+
+    @staticmethod
+    def forward(ctx, shard, keys, shared: GatheredKeys):
+        ctx.shape, ctx.shared = shard.shape, shared
+        return keys.view_as(keys)
+
+    @staticmethod
+    def backward(ctx, d_keys):
+        ctx.shared.start_scatter(d_keys)
+        return placeholder(d_keys, ctx.shape), None, None
+
+
+async def gathered_keys(k: Any, v: Any, axis: Any) -> tuple[Any, Any]:
+    """Return the keys and values [B, S, g, s] of complete sequences. The backward reduce-scatters their gradients."""
+    shared = GatheredKeys(axis)
+    shard = ShardFunction.apply(StackedFunction.apply(k, v), shared)
+    pending = shared.start(shard.detach())
+    await YieldPoint()
+    return GatheredKeysFunction.apply(shard, pending.wait(), shared).unbind()
+
+
+class SharedAttentionFunction(Function):
+    """Attention of queries [B, 2·L, h, s] to the keys of complete sequences, whose output is already computed."""
+
+    @staticmethod
+    def forward(ctx, q, shard, call: SharedAttention):
+        (out, *others), call.results = call.results, None
+        ctx.save_for_backward(q, shard, out, *others)
+        ctx.call = call
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx, d_out):
+        return *ctx.call.gradients(d_out, *ctx.saved_tensors), None
+
+
+@dataclass(eq=False)
+class SharedAttention:
+    """One call of attention on sequences that several ranks share.
+
+    Attributes:
+        shared: keys and values.
+        steps: blocks of the queries with the keys and values of each step.
+        scale: as for ``AttentionSpec``.
+        recomputed: the backward recomputes this call. It uses the received keys and values again if they arrive in one
+            step.
+    """
+
+    shared: SharedKeys
+    steps: list[Step]
+    scale: float | None
+    recomputed: bool
+    results: Any = None  # tensors that the backward uses: output, statistics, and received keys and values
+
+    async def forward(self, q: Any, k: Any, v: Any) -> Any:
+        """Return the output [B, 2·L, h, s]."""
+        shard = ShardFunction.apply(StackedFunction.apply(k, v), self.shared)
+        queries, keys, results = q.detach(), shard.detach(), None
+        for step in self.steps:
+            pending = None if step is self.steps[-1] else self.shared.start(keys)
+            for block, mask in step:
+                results = self._add(results, queries, keys, block, mask)
+            if pending is not None:
+                await YieldPoint()
+                keys = pending.wait()
+        assert results is not None
+        out, statistics = results
+        again = (keys,) if self.recomputed and len(self.steps) == 2 else ()
+        self.results = rounded(out, queries), statistics, *again
+        return SharedAttentionFunction.apply(q, shard, self)
+
+    def gradients(self, d_out: Any, q: Any, shard: Any, out: Any, statistics: Any, *received: Any) -> tuple[Any, Any]:
+        """Return the gradients of queries and, as a placeholder, of keys and values, which ``shared`` sends."""
+        keys, d_queries = shard, None
+        for step in self.steps:
+            pending = None if received or step is self.steps[-1] else self.shared.start(keys)
+            found = []
+            for block, mask in step:
+                d_block, *d_keys = block_gradients(d_out, q, *keys.unbind(), out, statistics, mask, block, self.scale)
+                found.append((block, *d_keys))
+                if d_queries is None and block.stop - block.first == q.shape[1]:
+                    d_queries = d_block
+                else:
+                    d_queries = add_places_(no_gradient(q) if d_queries is None else d_queries, d_block, block.first)
+            if step is self.steps[0]:
+                self.shared.own = found
+            else:
+                self.shared.add_gradients(keys, found)
+            if step is not self.steps[-1]:
+                keys = received[0] if pending is None else pending.wait()
+        return d_queries, placeholder(shard, shard.shape)
+
+    def _add(self, results: Any, q: Any, keys: Any, block: Block, mask: Any) -> Any:
+        """Return the results of a block, combined with earlier results in the dtype of the statistics."""
+        out, statistics = block_attention(q, *keys.unbind(), mask, block, self.scale)
+        if results is None and block.stop - block.first == q.shape[1]:
+            return accumulated(out, statistics), statistics
+        if results is None:
+            results = no_results(q, statistics)
+        combine_(*results, out, statistics, block.first)
+        return results
+
+
+@kernel
+def no_results(q, statistics):
+    """Return the results of queries that have not attended to any key: zeros, and a log-sum-exp of -inf."""
+    batch, length, heads, _ = q.shape
+    return q.like(dtype=statistics.dtype), statistics.like((batch, heads, length))

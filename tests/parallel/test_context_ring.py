@@ -1,0 +1,269 @@
+"""Ring attention (``parallel.context_exchange=ring``) equals attention of one rank and with all-gathered keys."""
+
+from typing import NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gpt4d.config import ConfigError, GridSizes, compose
+from gpt4d.parallel.comm.cpu import shared_memory
+from gpt4d.parallel.context import Context
+from gpt4d.parallel.engine.interleave import run_alone, run_blocks
+from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layers.attention import AttentionSpec
+from gpt4d.parallel.layers.context_attention import Block, block_attention, block_gradients
+from gpt4d.parallel.layers.documents import Documents
+from gpt4d.parallel.layers.module import Layer
+from gpt4d.parallel.layers.sequence import TokenIndex, own_segments, segments_of, tokens_of
+from gpt4d.parallel.sharded_weights import ShardedWeights
+from gpt4d.parallel.symbolic import tape
+from gpt4d.parallel.symbolic.stage import SymbolicAxis
+from gpt4d.parallel.symbolic.tensor import SymbolicTensor
+from gpt4d.validation import validate
+from tests.grids import full, metric_lines, train_in_rank
+from tests.parallel.counting_device import CountingDevice
+from tests.parallel.test_shared_memory import grid_on_hosts
+
+SEQUENCES, LENGTH, HEADS, SIZE = 4, 24, 4, 8
+
+
+class Case(NamedTuple):
+    """Attention of sequences that ``ranks`` ranks share. ``groups``: heads of keys. ``packed``: with documents."""
+
+    ranks: int
+    groups: int = HEADS
+    chunks: int = 1
+    recompute: bool = False
+    window: int | None = None
+    packed: bool = False
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries, keys and values [sequences, length, heads, size], the output's gradient, and the documents."""
+    generator = torch.Generator().manual_seed(3)
+    x, d_out = (2 * torch.randn(SEQUENCES, LENGTH, n, SIZE, generator=generator).double() for n in (3 * HEADS, HEADS))
+    return x, d_out, torch.rand(SEQUENCES, LENGTH, generator=generator) < 0.15
+
+
+def by_torch(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output and the gradient of the inputs by torch's attention with a mask of all pairs of tokens."""
+    x, d_out, ends = inputs()
+    x = x[:, :, : HEADS + 2 * case.groups].requires_grad_()
+    q, k, v = (part.transpose(1, 2) for part in x.split((HEADS, case.groups, case.groups), 2))
+    place = torch.arange(LENGTH)
+    seen = place[:, None] >= place
+    if case.window:
+        seen = seen & (place[:, None] - place < case.window)
+    seen = seen[None, None]
+    if case.packed:
+        seen = seen & Documents.ending_with(1, ends.long()).mask
+    out = F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True).transpose(1, 2)
+    out.backward(d_out)
+    return out.detach(), x.grad
+
+
+def by_ranks(case: Case, ring: bool):
+    """On a rank: the output and the gradient of its segments, the bytes that it sends, and collectives by kind."""
+    grid = Grid(GridSizes(data=case.ranks), context=case.ranks)
+    context = Context(grid, torch.float64, recompute=case.recompute, num_chunks=case.chunks, context_ring=ring)
+    layer = Layer(AttentionSpec(HEADS, window=case.window), weights := ShardedWeights(context, torch.float64))
+    x, d_out, ends = inputs()
+    x, d_out = (own_segments(part, case.ranks, grid.context.index) for part in (x, d_out))
+    x = x[:, :, : HEADS + 2 * case.groups].contiguous().requires_grad_()
+    documents = Documents.ending_with(1, ends.long()) if case.packed else None
+    tokens = tokens_of(weights, torch.arange(SEQUENCES), x.shape[1], documents, complete=False)
+
+    async def block(x, tokens):
+        return await layer(*x.split((HEADS, case.groups, case.groups), 2), tokens)
+
+    out = run_blocks(weights, [block], x.view_as(x), tokens).view_as(d_out)
+    out.backward(d_out)
+    return out.detach(), x.grad, grid.context.traffic.read()["bytes"]
+
+
+def in_order(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Return complete sequences from the segments of all ranks."""
+    segments = {}
+    for index, part in enumerate(parts):
+        segments |= dict(zip(segments_of(len(parts), index), part.chunk(2, 1), strict=True))
+    return torch.cat([segments[place] for place in range(2 * len(parts))], 1)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, groups=2, chunks=2),
+        Case(3, groups=1, recompute=True),
+        Case(4),
+        Case(2, recompute=True, window=5),
+        Case(3, groups=2, window=7, packed=True),
+        Case(4, chunks=2, recompute=True, packed=True),
+        full(Case(4, groups=2, chunks=4, recompute=True)),
+        full(Case(4, groups=1, window=1)),
+        full(Case(6, window=9)),
+        full(Case(2, packed=True)),
+    ],
+    ids=str,
+)
+def test_outputs_and_gradients_equal_those_of_one_rank_and_of_the_all_gather(ranks, case):
+    expected = by_torch(case)
+    rings, gathers = (ranks.run(case.ranks, by_ranks, case, ring) for ring in (True, False))
+    for each in (rings, gathers):
+        for place, whole in enumerate(expected):
+            found = in_order([result[place] for result in each])
+            assert (found - whole).norm() <= 1e-12 * whole.norm()
+
+
+@pytest.mark.parametrize(
+    ("case", "rings", "gathers"),
+    [
+        (Case(3, groups=2), 3, 3),  # the forward and the backward exchange keys, and the backward their gradients
+        (Case(4, recompute=True), 4, 3),  # a recomputation saves gathered keys for the backward
+        (Case(2, recompute=True), 3, 3),  # and the keys of the only other rank
+    ],
+    ids=str,
+)
+def test_the_bytes_of_all_shifts_and_gathers_are_counted(ranks, case, rings, gathers):
+    keys = 2 * SEQUENCES * (LENGTH // case.ranks) * case.groups * SIZE * 8
+    for ring, rounds in ((True, rings), (False, gathers)):
+        for *_, sent in ranks.run(case.ranks, by_ranks, case, ring):
+            assert sent == rounds * (case.ranks - 1) * keys
+
+
+class Recorder(CountingDevice):
+    """A device that records its collectives and the FLOPs of attention in their order, and its peak memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.events, self.peak = [], 0
+
+    def compute(self, computation):
+        if computation.attention:
+            self.events.append(computation.attention)
+
+    def hold(self, nbytes):
+        super().hold(nbytes)
+        self.peak = max(self.peak, self.held)
+
+    def start(self, kind, axis, nbytes):
+        self.events.append((kind, axis, nbytes))
+        return len(self.events)
+
+    def wait(self, collective):
+        self.events.append("wait")
+
+
+def planned(size: int, ring: bool) -> tuple[list, list, int]:
+    """Return the events of a forward and of a backward on symbolic tensors, and the peak memory of both."""
+    device, context = Recorder(), Context(Grid.single_device(), torch.float64, context_ring=ring)
+    layer = Layer(AttentionSpec(HEADS), ShardedWeights(context, torch.float64))
+    shapes = [(SEQUENCES, LENGTH, heads, SIZE) for heads in (HEADS, 2, 2)]
+    leaves = [tape.leaf(device, shape, "float64", lambda gradient: None) for shape in shapes]
+    ids, axis = SymbolicTensor(device, (SEQUENCES,), "int64"), Grid.single_device().axis(None)
+    tokens = TokenIndex(ids, LENGTH, axis, context=SymbolicAxis(device, "context", size))
+    out = run_alone(layer(*leaves, tokens))
+    forward, device.events = device.events, []
+    tape.backward([(out, out.like().new())])
+    del out
+    assert device.held == 0
+    return forward, device.events, device.peak
+
+
+def test_planned_shifts_start_before_the_attention_to_the_keys_that_a_rank_has():
+    forward, backward, _ = planned(3, ring=True)
+    shift = "shift", "context", 2 * SEQUENCES * LENGTH * 2 * SIZE * 8
+    work = 4 * SEQUENCES * HEADS * SIZE * LENGTH**2 / 2  # of two segments, with half of the keys
+    assert forward == [shift, work, "wait", shift, work, "wait", work]
+    work *= 2.5
+    # The gradients of the keys of a step leave after the products, and the gradients of own keys return at the end.
+    assert backward == [shift, work, "wait", shift, work, shift, "wait", work, "wait", shift, "wait"]
+
+
+def test_a_ring_takes_less_memory_than_the_all_gather():
+    (*_, ring), (*_, larger_ring), (*_, gather) = planned(4, True), planned(16, True), planned(4, False)
+    assert ring == larger_ring < gather
+
+
+def shifts(nbytes: int, across_hosts: bool, slot_bytes: int):
+    """On a rank: whether each transport returns the tensor of the previous rank, names of the shifts, and bytes."""
+    axis = grid_on_hosts(GridSizes(data=4), [0, 0, 1, 1] if across_hosts else [0] * 4).data
+    tensors = [torch.arange(nbytes).view(2, -1) % 100 + index for index in range(4)]
+    right, names = [], []
+    with patch.object(shared_memory, "SLOT_BYTES", slot_bytes):
+        for transport in (axis.transport, axis.transport.gloo):
+            axis.transport = transport
+            pending = axis.start_shift(tensors[axis.index].byte())
+            names.append(pending.run.collective.name)
+            right.append(torch.equal(pending.wait(), tensors[axis.index - 1].byte()))
+    return right, names, axis.traffic.read()["bytes"]
+
+
+@pytest.mark.parametrize("across_hosts", [False, True])
+@pytest.mark.parametrize(("nbytes", "slot_bytes"), [(4, 64), (1 << 19, 64), (1 << 19, 1 << 20)])
+def test_a_shift_returns_the_tensor_of_the_previous_rank(ranks, nbytes, across_hosts, slot_bytes):
+    for found in ranks.run(4, shifts, nbytes, across_hosts, slot_bytes):
+        assert found == ([True] * 2, ["shift data"] * 2, 2 * nbytes)
+
+
+class OnGPU(torch.Tensor):
+    """A tensor of this host for which kernels choose the code for a GPU."""
+
+    is_cpu = False
+
+
+@pytest.mark.parametrize("place", [torch.Tensor, OnGPU])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_queries_without_a_key_have_no_output_and_no_gradient(place, dtype):
+    generator = torch.Generator().manual_seed(2)
+    q, k, v, d_out = (
+        torch.randn(2, n, heads, SIZE, generator=generator).to(dtype).as_subclass(place)
+        for n, heads in ((6, 4), (5, 2), (5, 2), (6, 4))
+    )
+    mask = torch.zeros(2, 1, 6, 5, dtype=dtype)
+    mask[0, :, 1:3] = mask[1, :, 4] = mask[1, :, 2, 1:] = -torch.inf
+    alone = (mask == -torch.inf).all(-1)[:, 0]
+    block = Block(0, 6, 0, 5)
+    out, statistics = block_attention(q, k, v, mask, block, None)
+    assert (out[alone] == 0).all() and (statistics.transpose(1, 2)[alone] == -torch.inf).all()
+    assert out.isfinite().all() and statistics.transpose(1, 2)[~alone].isfinite().all()
+    combined = statistics.clamp(min=0) + 1  # such queries have keys in other blocks
+    d_q, d_k, d_v = block_gradients(d_out, q, k, v, out, combined, mask, block, None)
+    assert (d_q[alone] == 0).all() and all(part.isfinite().all() for part in (d_q, d_k, d_v))
+
+
+LLAMA = "model=llama_tiny", "model.heads=4", "model.key_value_heads=2", "model.head_size=8", "model.inner=40"
+
+
+@pytest.mark.parametrize(
+    ("devices", "words"),
+    [
+        (2, (*LLAMA, "parallel.context=2", "parallel.chunks=2")),
+        (4, (*LLAMA, "parallel.context=4", "parallel.gz=2", "train.activation_checkpointing=full")),
+        full(
+            4, ("parallel.context=2", "parallel.gx=2", "parallel.sequence_parallel=true", "data.reset_attention=true")
+        ),
+    ],
+    ids=str,
+)
+def test_20_losses_equal_those_of_one_rank(ranks, tiny, tmp_path, devices, words):
+    serial = [word for word in words if not word.startswith("parallel.")]
+    losses = {}
+    for count, given in ((1, serial), (devices, [*words, "parallel.context_exchange=ring"])):
+        config = tiny(*given, f"run.dir={tmp_path / str(count)}")
+        ranks.run(count, train_in_rank, config)
+        losses[count] = [line["loss"] for line in metric_lines(config.run.dir)]
+    assert len(losses[1]) == 20 and losses[devices] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_attention_dropout_is_rejected_in_one_line():
+    words = ["model=gpt_tiny", "parallel.context=2", "parallel.context_exchange=ring"]
+    validate(compose(words), 2)
+    message = (
+        "parallel.context_exchange=ring: model.attention_dropout=0.1 needs the keys of complete sequences; use "
+        "parallel.context_exchange=all_gather, or model.attention_dropout=0"
+    )
+    with pytest.raises(ConfigError) as error:
+        validate(compose([*words, "model.attention_dropout=0.1"]), 2)
+    assert str(error.value) == message
