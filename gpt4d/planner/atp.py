@@ -186,23 +186,23 @@ def _plan(config: Config, mesh: AtpMesh, world_size: int, descriptions: Descript
     parallel, train, cluster = config.parallel, config.train, config.cluster
     description, element = descriptions.of(config), compute_bytes(config)
     copies = world_size // (mesh.d1 * mesh.d2)
-    samples = train.batch_size // copies
+    sizes = GridSizes(*mesh, parallel.gz, copies // parallel.gz)
+    samples, length = (
+        train.batch_size // max(1, sizes.sample_shards(parallel.context)),
+        train.seq_len // parallel.context,
+    )
     measured = str(mesh) in (cluster.atp_gb_s or {})
     orders = (parallel.rank_order,) if parallel.rank_order else ("yx",) if measured or 1 in mesh else ("yx", "xy")
     rank_order, times = min(
-        (
-            (order, communication(description, cluster, mesh, samples, train.seq_len, element, order))
-            for order in orders
-        ),
+        ((order, communication(description, cluster, mesh, samples, length, element, order)) for order in orders),
         key=lambda choice: sum(choice[1]),
     )
-    first, second = all_reduced_elements(description, samples, train.seq_len)
+    first, second = all_reduced_elements(description, samples, length)
     sent = (
         sent_bytes("all_reduce", mesh.d1, first * element / mesh.d2),
         sent_bytes("all_reduce", mesh.d2, second * element / mesh.d1),
     )
-    flops = description.training_flops(samples, train.seq_len) / (mesh.d1 * mesh.d2)
-    sizes = GridSizes(*mesh, parallel.gz, copies // parallel.gz)
+    flops = description.training_flops(samples, train.seq_len) / (mesh.d1 * mesh.d2 * parallel.context)
     problem, micro_batch, memory = grid_problem(description.rules, train, parallel, sizes), None, None
     if not problem:
         micro_batch, memory = largest_micro_batch(Estimate(config, sizes, descriptions.of(config, [sizes])))

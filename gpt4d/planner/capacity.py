@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gpt4d.config import ClusterConfig, Config, ConfigError, GridSizes, grid_problem
+from gpt4d.config import ClusterConfig, Config, ConfigError, GridSizes
 from gpt4d.planner import pipelines
 from gpt4d.planner.estimate import GIB, Estimate
 from gpt4d.planner.options import Level, levels
 from gpt4d.planner.topology import for_devices, usable_gib
-from gpt4d.planner.workload import compute_bytes, grids, micro_batch_sizes, training_state
+from gpt4d.planner.workload import compute_bytes, grids, micro_batch_sizes, possible_contexts, training_state
 
 
 def largest_micro_batch(estimate: Estimate, more_than: int = 0) -> tuple[int | None, float]:
@@ -44,6 +44,7 @@ def largest_micro_batch(estimate: Estimate, more_than: int = 0) -> tuple[int | N
 
 def estimate_of(level: Level, sizes: GridSizes, choice: Mapping[str, Any] | None = None) -> Estimate:
     """Return the estimate of a level on a grid. ``choice``: settings of ``parallel`` that replace the level's."""
+    choice = {**level.choice, **(choice or {})}
     return Estimate(level.config, sizes, level.describe([sizes], choice), choice, level.options)
 
 
@@ -62,7 +63,8 @@ def with_larger_micro_batch(estimate: Estimate, more_than: int = 0) -> tuple[Est
 
 def may_split_tokens(config: Config, sizes: GridSizes) -> bool:
     """Return whether sequence parallelism is possible and not enabled."""
-    return not config.parallel.sequence_parallel and sizes.x > 1 and config.train.seq_len % sizes.x == 0
+    parallel, length = config.parallel, config.train.seq_len // config.parallel.context
+    return not parallel.sequence_parallel and sizes.x > 1 and length % sizes.x == 0
 
 
 def _with_split_tokens(estimate: Estimate) -> Estimate:
@@ -93,7 +95,7 @@ def fewest_devices(config: Config, limit: int, keys: Sequence[str] = ()) -> int 
     Returns None if no number of devices is sufficient.
     """
     smallest = levels(config, keys)[-1]
-    description, parallel = smallest.description, smallest.config.parallel
+    description = smallest.description
     state_gib = sum(training_state(description, GridSizes(), config.optim, compute_bytes(config)).values()) / GIB
     for devices in range(1, int(min(limit, devices_of(config.cluster))) + 1):
         cluster = for_devices(config.cluster, devices)
@@ -104,7 +106,8 @@ def fewest_devices(config: Config, limit: int, keys: Sequence[str] = ()) -> int 
             continue
         level = replace(smallest, config=replace(smallest.config, cluster=cluster))
         for sizes in grids(devices) if may_have_one_stage(config) else ():
-            if not grid_problem(description.rules, level.config.train, parallel, sizes) and _fits(level, sizes):
+            contexts = possible_contexts(level.config, description.rules, sizes)
+            if contexts and _fits(level.sharing(contexts[-1]), sizes):
                 return devices
         if may_have_stages(config) and pipelines.any_fits(level, devices):
             return devices

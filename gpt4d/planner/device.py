@@ -13,18 +13,22 @@ from typing import Any, NamedTuple
 from gpt4d.config import ClusterConfig, GridSizes
 from gpt4d.parallel.comm import message_size
 from gpt4d.parallel.symbolic.tensor import Computation
-from gpt4d.planner.topology import RankSpan, Speed, spans, speed
+from gpt4d.planner.topology import RankSpan, Speed, message_speed, spans, speed
 
-AXES = (*GridSizes._fields, "world", "stage")
-KINDS = "all_reduce", "all_gather", "reduce_scatter"
+AXES = (*GridSizes._fields, "context", "world", "stage")
+KINDS = "all_reduce", "all_gather", "reduce_scatter"  # a calibration measures each
+SHIFT = "shift"  # a message of each rank to the next rank of its group
 _SHORT = 0.1  # share of a channel's busy time: a shorter collective of another axis shares the channel
 
 
 def sent_bytes(kind: str, size: int, nbytes: float) -> float:
     """Return the bytes that each of ``size`` ranks sends (4D paper, Eq. 1-3).
 
-    ``nbytes``: size of the rank's own shard for an all-gather, of the full tensor for all-reduce and reduce-scatter.
+    ``nbytes``: size of the rank's own shard for an all-gather, of the full tensor for all-reduce and reduce-scatter, of
+    the message for a shift.
     """
+    if kind == SHIFT:
+        return nbytes
     if kind == "all_gather":
         return (size - 1) * nbytes
     return (2 if kind == "all_reduce" else 1) * (size - 1) / size * nbytes
@@ -47,20 +51,26 @@ class Links:
     """
 
     def __init__(
-        self, cluster: ClusterConfig, sizes: GridSizes, rank_order: str | None = None, world: int | None = None
+        self,
+        cluster: ClusterConfig,
+        sizes: GridSizes,
+        rank_order: str | None = None,
+        world: int | None = None,
+        context: int = 1,
     ):
-        by_axis = spans(sizes, rank_order, world) | {"stage": RankSpan(1, sizes.devices)}
+        by_axis = spans(sizes, rank_order, world, context) | {"stage": RankSpan(1, sizes.devices)}
         self.sizes = {axis: span.size for axis, span in by_axis.items()}
         self.speeds: dict[tuple[str, str], Speed] = {
             (kind, axis): speed(cluster, kind, span) for axis, span in by_axis.items() for kind in KINDS
         }
+        self.speeds |= {(SHIFT, axis): message_speed(cluster, span) for axis, span in by_axis.items()}
         self.costs: dict[tuple[str, str, float], CollectiveCost] = {}  # cache
 
     def cost(self, kind: str, axis: str, nbytes: float) -> CollectiveCost:
         """Return the cost of a collective; ``nbytes`` as for ``sent_bytes``."""
         size, speed = self.sizes[axis], self.speeds[kind, axis]
         sent = sent_bytes(kind, size, nbytes)
-        parts, rows = speed.parts(sent), {"all_gather": 1, "reduce_scatter": size, "all_reduce": speed.local}[kind]
+        parts, rows = speed.parts(sent), {"reduce_scatter": size, "all_reduce": speed.local}.get(kind, 1)
         cost = CollectiveCost(
             sent, parts, message_size.num_pieces(nbytes / rows), sum(parts), sum(parts) * (1 - speed.hidden)
         )

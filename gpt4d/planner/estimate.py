@@ -42,14 +42,19 @@ class Plan:
     pipeline: PipelineConfig | None = None
     idle_s: float = 0.0  # seconds for which the slowest stage waits for other stages
     link_bytes: Mapping[str, int] = field(default_factory=dict)  # bytes that all ranks of a link between stages send
+    context: int = 1  # number of ranks that share samples
     published_s: float | None = None  # communication by the paper's model that orders the ranking
 
     @property
     def grid(self) -> str:
-        """The sizes of the grid, or of the grids of all stages, with a note if y is the axis of neighboring ranks."""
+        """The sizes of the grid, or of the grids of all stages.
+
+        A note follows if ranks share samples, and if y is the axis of neighboring ranks.
+        """
         runs = [(sizes, len(list(equal))) for sizes, equal in groupby(self.stages or (self.sizes,))]
         grids = " + ".join(f"{count} × {sizes}" if count > 1 else str(sizes) for sizes, count in runs)
-        return grids + (" in rank order yx" if self.rank_order == "yx" else "")
+        shared = f" with context {self.context}" if self.context > 1 else ""
+        return grids + shared + (" in rank order yx" if self.rank_order == "yx" else "")
 
     @property
     def devices(self) -> int:
@@ -124,10 +129,11 @@ class Estimate:
         config = replace(config, parallel=replace(config.parallel, **self.choice))
         self.config, self.sizes = config, sizes
         self.description = description or registry.describe_run(config, [sizes])
-        self.links = Links(config.cluster, sizes, config.parallel.rank_order, world)
-        self.reserved_gib = reserved_gib(config.cluster, sizes, world or sizes.devices, config.optim.uses_muon)
+        context = config.parallel.context
+        self.links = Links(config.cluster, sizes, config.parallel.rank_order, world, context)
+        self.reserved_gib = reserved_gib(config.cluster, sizes, world or sizes.devices, config.optim.uses_muon, context)
         self.state = training_state(self.description, sizes, config.optim, compute_bytes(config))
-        self.share = config.train.batch_size // sizes.batch_shards
+        self.share = config.train.batch_size // sizes.sample_shards(context)
         self.cached = self.description.cached_units(config.parallel.cache_layers)
         self.few = self._first_of_each_kind(BLOCKS_PER_KIND)
         self._known: dict[int, tuple[float, float]] = {}
@@ -229,6 +235,7 @@ class Estimate:
             rank_order=config.parallel.rank_order or "xy",
             choice=self.choice,
             options=self.options,
+            context=config.parallel.context,
         )
 
     def microbatch(self, micro_batch: int) -> Microbatch:

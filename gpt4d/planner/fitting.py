@@ -18,10 +18,11 @@ from gpt4d.plan import ParallelPlan
 from gpt4d.planner import pipelines
 from gpt4d.planner.capacity import estimate_of, fewest_devices, with_larger_micro_batch
 from gpt4d.planner.estimate import Estimate, Plan
-from gpt4d.planner.options import as_overrides, levels, open_keys
+from gpt4d.planner.options import Level, as_overrides, levels, open_keys
 from gpt4d.planner.search import rank, with_fewer_options
 from gpt4d.planner.stages import PipelineEstimate
 from gpt4d.planner.topology import total_gib
+from gpt4d.planner.workload import possible_contexts
 
 _MAX_DEVICES = 4096  # upper limit of the search for the minimum number of devices
 _EXAMPLE = "dgx_h100"  # suggested machine if the configured one is too small
@@ -128,15 +129,27 @@ def check_memory(plan: ParallelPlan, cluster: ClusterConfig) -> None:
 def without_grid(config: Config) -> Config:
     """Return the configuration with the settings that the planner chooses reset to their defaults."""
     defaults = ParallelConfig()
-    names = "gx", "gy", "gz", "gdata", "rank_order", "cache_layers", "cache_scope", "pipeline"
+    names = "gx", "gy", "gz", "gdata", "rank_order", "cache_layers", "cache_scope", "context", "pipeline"
     parallel = replace(config.parallel, mode="4d", **{name: getattr(defaults, name) for name in names})
     return replace(config, parallel=parallel, train=replace(config.train, micro_batch_size=None))
 
 
 def _grid_changes(config: Config, sizes: GridSizes) -> Iterator[SuggestedChange]:
-    """Yield sets of options that allow a larger microbatch than smaller sets do, each with its largest microbatch."""
+    """Yield sets of options that allow a larger microbatch than smaller sets do, each with its largest microbatch.
+
+    If no set fits, yield them with the fewest ranks that share samples with which a step fits.
+    """
     free = replace(config, train=replace(config.train, micro_batch_size=None))
-    choices, largest = levels(free, open_keys(free)), 0
+    choices = levels(free, open_keys(free))
+    for context in possible_contexts(free, choices[0].description.rules, sizes):
+        found = list(_option_changes(config, [level.sharing(context) for level in choices], sizes))
+        if found:
+            yield from found
+            return
+
+
+def _option_changes(config: Config, choices: list[Level], sizes: GridSizes) -> Iterator[SuggestedChange]:
+    largest = 0
     for choice in choices:
         estimate, micro_batch = with_larger_micro_batch(estimate_of(choice, sizes), largest)
         if micro_batch is None:

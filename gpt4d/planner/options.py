@@ -1,7 +1,7 @@
 """Settings outside ``parallel`` that the planner may choose: sharded states, loss chunks, recomputation."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -10,25 +10,27 @@ from gpt4d.model import registry
 from gpt4d.model.description import Description
 from gpt4d.planner.workload import Descriptions
 
+RECOMPUTATION = "train.activation_checkpointing"
 # In ascending order of their cost in time. Each entry is tried together with all entries before it.
 _SAVINGS: tuple[dict[str, Any], ...] = (
     {"optim.shard_states": True, "train.loss_chunks": 8},
-    {"train.activation_checkpointing": "selective"},
-    {"train.activation_checkpointing": "full"},
+    {RECOMPUTATION: "selective"},
+    {RECOMPUTATION: "full"},
 )
-KEYS = "optim.shard_states", "train.loss_chunks", "train.activation_checkpointing"
+KEYS = "optim.shard_states", "train.loss_chunks", RECOMPUTATION
 
 
 @dataclass(frozen=True)
 class Level:
-    """A configuration with some options. ``options`` are the settings that the planner has added.
+    """A configuration with some options. All levels of a search share ``descriptions``.
 
-    All levels of a search share ``descriptions``.
+    ``options`` and ``choice`` are the settings that the planner has added. ``choice`` has the settings of ``parallel``.
     """
 
     config: Config
     descriptions: Descriptions
     options: Mapping[str, Any]
+    choice: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def description(self) -> Description:
@@ -43,6 +45,14 @@ class Level:
     def with_options(self, options: Mapping[str, Any]) -> "Level":
         """Return this level, which must have no options, with ``options``."""
         return replace(self, config=with_settings(self.config, options), options=options)
+
+    def sharing(self, context: int) -> "Level":
+        """Return this level with ``context`` ranks that share samples (``parallel.context``)."""
+        parallel = self.config.parallel
+        if context == parallel.context:
+            return self
+        config = replace(self.config, parallel=replace(parallel, context=context))
+        return replace(self, config=config, choice={**self.choice, "context": context})
 
     def without(self, key: str) -> "Level":
         """Return the level without one of its options."""

@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 from gpt4d.config import Config, GridSizes, divisors, grid_problem, possible_microbatches, shortened, with_stages
@@ -14,7 +14,7 @@ from gpt4d.planner.estimate import GIB, Plan
 from gpt4d.planner.options import Level
 from gpt4d.planner.stages import PipelineEstimate, stage_parts
 from gpt4d.planner.topology import reserved_gib, usable_gib
-from gpt4d.planner.workload import compute_bytes, compute_s, grids, training_state
+from gpt4d.planner.workload import compute_bytes, compute_s, grids, possible_contexts, training_state
 
 _NUM_ESTIMATED = 8  # number of pipelines that are estimated in full, after the quick estimate
 _NUM_IMPROVED = 3  # number of fastest pipelines that are tried with other microbatches, schedules and grids
@@ -42,6 +42,7 @@ class _Candidate(NamedTuple):
     seconds: float  # by the quick estimate
     stages: int
     sizes: GridSizes
+    contexts: tuple[int, ...]  # possible numbers of ranks that share samples, ascending
 
 
 def rank(choices: Sequence[Level], devices: int) -> PipelineRanking:
@@ -51,14 +52,22 @@ def rank(choices: Sequence[Level], devices: int) -> PipelineRanking:
     paper's model, all-reduces of outputs. The best few are simulated. ``choices``: the levels that may be chosen.
     """
     ranking = PipelineRanking()
-    searches = [Search(choice) for choice in choices]
+
+    @cache
+    def searches_of(context: int) -> list[Search]:
+        return [Search(choice.sharing(context)) for choice in choices]
+
     candidates = sorted(_candidates(choices[-1], devices, ranking))
     for estimated, candidate in enumerate(candidates):
         if len(ranking.plans) == _NUM_ESTIMATED:
             ranking.pruned = len(candidates) - estimated
             break
-        sizes = (candidate.sizes,) * candidate.stages
-        fastest, needed = _fastest(searches, sizes)
+        sizes, contexts = (candidate.sizes,) * candidate.stages, candidate.contexts
+        fastest, needed = _fastest(searches_of(contexts[0]), sizes)
+        if not fastest and len(contexts) > 1:
+            needed = searches_of(contexts[-1])[-1].least_gib(sizes)
+            further = contexts[1:] if needed <= usable_gib(choices[0].config.cluster) else ()
+            fastest = next(filter(None, (_fastest(searches_of(context), sizes)[0] for context in further)), None)
         if fastest:
             ranking.plans.append(fastest)
         else:
@@ -66,6 +75,7 @@ def rank(choices: Sequence[Level], devices: int) -> PipelineRanking:
     ranking.plans.sort(key=lambda plan: plan.step_time_s)
     alternatives = [candidate.sizes for candidate in candidates]
     for place, plan in enumerate(ranking.plans[:_NUM_IMPROVED]):
+        searches = searches_of(plan.context)
         first = next(n for n, search in enumerate(searches) if search.level.options == plan.options)
         # The fastest pipeline may allow a faster schedule if further options free the memory for it.
         for search in searches[first:] if place == 0 else [searches[first]]:
@@ -73,7 +83,7 @@ def rank(choices: Sequence[Level], devices: int) -> PipelineRanking:
                 ranking.plans[place] = plan = search.improved(plan, alternatives)
     ranking.plans.sort(key=lambda plan: plan.step_time_s)
     for place, plan in enumerate(ranking.plans[:_NUM_IMPROVED]):
-        ranking.plans[place] = _with_fewer_options(plan, searches)
+        ranking.plans[place] = _with_fewer_options(plan, searches_of(plan.context))
     return ranking
 
 
@@ -113,9 +123,11 @@ def _with_fewer_options(plan: Plan, searches: Sequence["Search"]) -> Plan:
 
 def any_fits(level: Level, devices: int) -> bool:
     """Return whether any pipeline on ``devices`` devices can train this."""
-    search = Search(level)
     candidates = _candidates(level, devices, PipelineRanking())
-    return any(search.any_fits((candidate.sizes,) * candidate.stages) for candidate in candidates)
+    return any(
+        Search(level.sharing(candidate.contexts[-1])).any_fits((candidate.sizes,) * candidate.stages)
+        for candidate in candidates
+    )
 
 
 def _candidates(level: Level, devices: int, ranking: PipelineRanking) -> Iterator[_Candidate]:
@@ -123,7 +135,6 @@ def _candidates(level: Level, devices: int, ranking: PipelineRanking) -> Iterato
     config, description = level.config, level.description
     given = config.parallel.pipeline.stages
     counts = [given] if given else [n for n in divisors(devices) if 1 < n <= len(description.blocks)]
-    search = Search(level)
     for stages in counts:
         if devices % stages:
             possible = shortened(divisors(devices))
@@ -133,23 +144,27 @@ def _candidates(level: Level, devices: int, ranking: PipelineRanking) -> Iterato
             continue
         staged = with_stages(config, stages)
         for sizes in grids(devices // stages):
-            problem = grid_problem(description.rules, config.train, staged.parallel, sizes)
-            numbers = [] if problem else _numbers(staged, (sizes,) * stages)
-            if not numbers:
-                problem = problem or _no_numbers(staged)
+            grids_of_stages = (sizes,) * stages
+            numbers = {
+                context: _numbers(replace(staged, parallel=replace(staged.parallel, context=context)), grids_of_stages)
+                for context in possible_contexts(staged, description.rules, sizes)
+            }
+            contexts = tuple(context for context, found in numbers.items() if found)
+            if not contexts:
+                problem = grid_problem(description.rules, config.train, staged.parallel, sizes) or _no_numbers(staged)
                 ranking.problem = ranking.problem or problem
                 continue
             state = training_state(level.describe([sizes]), sizes, config.optim, compute_bytes(config))
             needed = (
-                reserved_gib(config.cluster, sizes, devices, config.optim.uses_muon)
+                reserved_gib(config.cluster, sizes, devices, config.optim.uses_muon, contexts[0])
                 + sum(state.values()) / stages / GIB
             )
             if needed > usable_gib(config.cluster):
                 ranking.too_large[sizes] = needed
-                ranking.exact[sizes] = partial(search.least_gib, (sizes,) * stages)
+                ranking.exact[sizes] = partial(Search(level.sharing(contexts[-1])).least_gib, grids_of_stages)
                 continue
-            idle = 1 + (stages - 1) / max(numbers)
-            yield _Candidate(idle * paper_models.busy_s(config, description, sizes) / stages, stages, sizes)
+            idle = 1 + (stages - 1) / max(numbers[contexts[0]])
+            yield _Candidate(idle * paper_models.busy_s(config, description, sizes) / stages, stages, sizes, contexts)
 
 
 def _no_numbers(config: Config) -> str:
@@ -213,8 +228,8 @@ class Search:
         return estimate.needed_gib(self._memory_gib) <= self._memory_gib
 
     def plan(self, estimate: PipelineEstimate) -> Plan:
-        """Return the full estimate, with the options of this search."""
-        return replace(estimate.plan(), options=self.level.options)
+        """Return the full estimate, with the settings that this search has added."""
+        return replace(estimate.plan(), options=self.level.options, choice=self.level.choice)
 
     def numbers(self, sizes: tuple[GridSizes, ...]) -> list[int]:
         """Return the candidate numbers of microbatches."""
@@ -264,6 +279,8 @@ class Search:
         assert plan.pipeline and plan.pipeline.microbatches
         alike = [sizes for sizes in dict.fromkeys(grids) if sizes.devices == plan.sizes.devices and sizes != plan.sizes]
         for sizes in alike[:_OTHER_GRIDS]:
+            if plan.context > 1 and sizes.batch_shards != plan.sizes.batch_shards:
+                continue  # the ranks that share samples are the same in all stages
             for changed in ((sizes, *plan.stages[1:]), (*plan.stages[:-1], sizes)):
                 microbatches = plan.pipeline.microbatches
                 if microbatches in possible_microbatches(self._config.train, self.config(changed).parallel, changed):

@@ -1,8 +1,8 @@
 """The work of a microbatch's layers on one device, recorded for a few blocks and replayed for all blocks.
 
 The layers of a model compute on symbolic tensors once. A recording contains their requests: computation, memory,
-collectives over x and y, gathered weights, gradients. It contains no times, and nothing that depends on z and data.
-So it is valid for every microbatch, all grids with the same x and y, and every order of the ranks.
+collectives over x, y and context, gathered weights, gradients. It contains no times, and nothing that depends on z and
+data. So it is valid for every microbatch, all grids with the same x and y, and every order of the ranks.
 
 A block reuses the recording of another block of the same kind whose neighbors are of the same kinds.
 """
@@ -102,8 +102,9 @@ class Settings:
     """Settings that a recording depends on. ``layers``: further arguments of ``Context``."""
 
     sizes: GridSizes  # x and y
+    context: int  # number of devices that share samples
     micro_batch: int
-    length: int
+    length: int  # tokens of a sample on one device
     dtype: str
     rates: Rates
     compiled: bool
@@ -117,8 +118,9 @@ class Settings:
         """Return the settings of a run. ``micro_batch``: samples on one device."""
         return cls(
             GridSizes(sizes.x, sizes.y),
+            config.parallel.context,
             micro_batch,
-            config.train.seq_len,
+            config.train.seq_len // config.parallel.context,
             compute_dtype(config),
             Rates.of(config.cluster),
             compiles(config),
@@ -293,7 +295,9 @@ class _RecordingWeights(SymbolicWeights):
 
     def __init__(self, device: _RecordingDevice, description: Description, settings: Settings):
         overlap = OverlapConfig(all_reduce=settings.overlaps_sums)
-        context = Context(SymbolicGrid(device, settings.sizes), settings.dtype, overlap, **dict(settings.layers))
+        context = Context(
+            SymbolicGrid(device, settings.sizes, settings.context), settings.dtype, overlap, **dict(settings.layers)
+        )
         super().__init__(context, description.parameters)
         layers = {0: description.layer_weights(context.recompute)}
         self._uses = weight_order(single_stage(1), layers, description.chunk_contributions(context.num_chunks))

@@ -65,7 +65,7 @@ def _with_kept_weights(
 def _microbatches(config: Config, sizes: tuple[GridSizes, ...]) -> int:
     if len(sizes) > 1:
         return pipeline_microbatches(config.train, config.parallel, sizes)
-    share = config.train.batch_size // sizes[0].batch_shards
+    share = config.train.batch_size // sizes[0].sample_shards(config.parallel.context)
     return share // (config.train.micro_batch_size or share)
 
 

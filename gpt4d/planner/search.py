@@ -19,9 +19,9 @@ from gpt4d.planner.capacity import (
     with_larger_micro_batch,
 )
 from gpt4d.planner.estimate import Estimate, Plan
-from gpt4d.planner.options import KEYS, Level, as_overrides, levels
+from gpt4d.planner.options import KEYS, RECOMPUTATION, Level, as_overrides, levels
 from gpt4d.planner.topology import for_devices, total_gib, usable_gib
-from gpt4d.planner.workload import compute_bytes, compute_s, grids, micro_batch_sizes
+from gpt4d.planner.workload import compute_bytes, compute_s, grids, micro_batch_sizes, possible_contexts
 
 _MAX_CONSIDERED = 80  # maximum number of simulated grids; preselected by computation and all-reduces of outputs
 _MIN_ESTIMATED = 20  # number of grids estimated in full, since their order by the quick estimate may be wrong
@@ -142,14 +142,14 @@ def _rank_grids(choices: list[Level], devices: int, top: int | None, cost: str) 
     config, description = choices[0].config, choices[0].description
     memory = usable_gib(config.cluster)
     possible: list[GridSizes] = []
-    for sizes in grids(devices):
-        problem = grid_problem(description.rules, config.train, config.parallel, sizes)
-        if problem:
+    contexts = {sizes: possible_contexts(choices[-1].config, description.rules, sizes) for sizes in grids(devices)}
+    for sizes, found in contexts.items():
+        if not found:
             ranking.impossible += 1
-            ranking.problem = ranking.problem or problem
-        elif (bound := estimate_of(choices[-1], sizes).bound_gib()) > memory:
+            ranking.problem = ranking.problem or grid_problem(description.rules, config.train, config.parallel, sizes)
+        elif (bound := estimate_of(choices[-1].sharing(found[0]), sizes).bound_gib()) > memory:
             ranking.too_large[sizes] = bound
-            ranking.exact[sizes] = partial(least_gib, choices[-1], sizes)
+            ranking.exact[sizes] = partial(least_gib, choices[-1].sharing(found[-1]), sizes)
         else:
             possible.append(sizes)
     if cost == "ours" and len(possible) > _MAX_CONSIDERED:
@@ -160,11 +160,11 @@ def _rank_grids(choices: list[Level], devices: int, top: int | None, cost: str) 
         if cost == "ours" and considered >= _MAX_CONSIDERED and candidates:
             ranking.pruned = len(possible) - considered
             break
-        candidates[sizes] = _fastest_levels(choices, sizes, cost)
-        if not candidates[sizes]:
-            del candidates[sizes]
-            ranking.too_large[sizes] = least_gib(choices[-1], sizes)
+        fastest, needed = _fastest_contexts(choices, sizes, cost, contexts[sizes])
+        if not fastest:
+            ranking.too_large[sizes] = needed
             continue
+        candidates[sizes] = fastest
         if cost == "ours":
             quick[sizes] = min(estimate.quick_s(micro_batch) for estimate, micro_batch in candidates[sizes])
         else:
@@ -196,6 +196,22 @@ def _rank_grids(choices: list[Level], devices: int, top: int | None, cost: str) 
     ranking.plans = [with_fewer_options(plan, choices) for plan in ranking.plans[:top]]
     ranking.plans.sort(key=lambda plan: plan.step_time_s if plan.published_s is None else plan.published_s)
     return ranking
+
+
+def _fastest_contexts(
+    choices: list[Level], sizes: GridSizes, cost: str, contexts: list[int]
+) -> tuple[list[tuple[Estimate, int]], float]:
+    """Return ``_fastest_levels`` for the fewest ranks that share samples with which a step fits.
+
+    If none fits, return an empty list and the minimum memory in GiB. ``contexts``: possible numbers, ascending.
+    """
+    memory = usable_gib(choices[0].config.cluster)
+    for context in contexts:
+        if fastest := _fastest_levels([level.sharing(context) for level in choices], sizes, cost):
+            return fastest, 0.0
+        if context == contexts[0] and (needed := least_gib(choices[-1].sharing(contexts[-1]), sizes)) > memory:
+            break
+    return [], needed
 
 
 def _fastest_levels(choices: list[Level], sizes: GridSizes, cost: str) -> list[tuple[Estimate, int]]:
@@ -255,13 +271,32 @@ def _faster_order(estimate: Estimate, micro_batch: int) -> Estimate:
 
 def _improve(plan: Plan, choices: list[Level]) -> Plan:
     """Return the plan with settings, tried sequentially, that make its step faster and still fit."""
+    if plan.micro_batch == 1 and RECOMPUTATION in plan.options:
+        plan = _with_shorter_parts(plan, choices)
     if plan.sizes.data > 1 and "optim.shard_states" in choices[-1].options and "optim.shard_states" not in plan.options:
         options = {"optim.shard_states": True, **plan.options}
         plan = _fastest(plan, [estimate_of(choices[0].with_options(options), plan.sizes, plan.choice)])
-    level = choices[0].with_options(plan.options)
+    level = choices[0].with_options(plan.options).sharing(plan.context)
     for alternatives in _settings(plan, level.config, len(level.description.blocks)):
         plan = _fastest(plan, [estimate_of(level, plan.sizes, {**plan.choice, **new}) for new in alternatives])
     return plan
+
+
+def _with_shorter_parts(plan: Plan, choices: list[Level]) -> Plan:
+    """Return the plan with more ranks that share samples, if that saves recomputation and makes the step faster."""
+    contexts = possible_contexts(choices[-1].config, choices[-1].description.rules, plan.sizes)
+    found: list[tuple[Estimate, int]] = []
+    for context in contexts:
+        if context > plan.context:
+            fastest = _fastest_levels([level.sharing(context) for level in choices], plan.sizes, "ours")
+            found += fastest
+            if any(RECOMPUTATION not in estimate.options for estimate, _ in fastest):
+                break
+    if not found:
+        return plan
+    estimate, micro_batch = min(found, key=lambda one: one[0].quick_s(one[1]))
+    other = _faster_order(estimate, micro_batch).plan(micro_batch)
+    return other if other.step_time_s < (1 - _LEAST_GAIN) * plan.step_time_s else plan
 
 
 def _fastest(plan: Plan, estimates: list[Estimate]) -> Plan:
@@ -280,17 +315,18 @@ def _fastest(plan: Plan, estimates: list[Estimate]) -> Plan:
 def _settings(plan: Plan, config: Config, blocks: int) -> Iterator[list[dict[str, Any]]]:
     """Yield alternatives to try for a grid. Settings of the configuration are fixed."""
     parallel, sizes = config.parallel, plan.sizes
-    samples = config.train.batch_size // sizes.batch_shards
     if parallel.replicated_layers == 0 and sizes.z > 1:
         counts = sorted({eighths * blocks // 8 for eighths in (1, 2, 3, 4)} - {0})
         yield [{"replicated_layers": count} for count in counts]
     # Cached weights are gathered, and converted, less often.
     cached = {"cache_layers": parallel.cache_layers or "all"}
     if parallel.cache_layers != 0 and (sizes.z > 1 or converts_weights(config, sizes)):
-        if parallel.cache_scope is None and samples > plan.micro_batch:
+        if parallel.cache_scope is None and plan.share > plan.micro_batch:
             yield [{**cached, "cache_scope": "step"}]
         elif parallel.cache_layers is None and sizes.z == 1:
             yield [cached]
+    if plan.context > 1 and parallel.context_exchange is None and not getattr(config.model, "attention_dropout", 0.0):
+        yield [{"context_exchange": "ring"}]
     if may_split_tokens(config, sizes) and "sequence_parallel" not in plan.choice:
         yield [{"sequence_parallel": True}]
     if parallel.chunks == 1 and sizes.x * sizes.y > 1:

@@ -102,7 +102,8 @@ class PipelineEstimate:
 
     def micro_batch(self, stage: StagePlan) -> int:
         """Return the microbatch of a device of a stage, in samples."""
-        return self.config.train.batch_size // self.microbatches // stage.sizes.batch_shards
+        shards = stage.sizes.sample_shards(self.config.parallel.context)
+        return self.config.train.batch_size // self.microbatches // shards
 
     @property
     def devices(self) -> int:

@@ -14,7 +14,14 @@ from gpt4d.planner.launching import command
 from gpt4d.planner.search import Ranking
 from gpt4d.planner.topology import total_gib
 
-_COLORS = {"x": "#1f77b4", "y": "#2ca02c", "z": "#d62728", "data": "#9467bd", "world": "#7f7f7f"}
+_COLORS = {
+    "x": "#1f77b4",
+    "y": "#2ca02c",
+    "z": "#d62728",
+    "data": "#9467bd",
+    "context": "#17becf",
+    "world": "#7f7f7f",
+}
 
 
 def as_json(plans: list[Plan], config: Config | None = None, arguments: Sequence[str] = ()) -> str:

@@ -43,13 +43,20 @@ def _ranks_within(span: RankSpan, devices: int) -> int:
     return max(1, min(span.size, devices // span.stride))
 
 
-def spans(sizes: GridSizes, rank_order: str | None = None, world: int | None = None) -> dict[str, RankSpan]:
-    """Return the span of each axis, and of all devices as ``world``. The first axis of ``rank_order`` has neighbors.
+def spans(
+    sizes: GridSizes, rank_order: str | None = None, world: int | None = None, context: int = 1
+) -> dict[str, RankSpan]:
+    """Return the span of each axis, of the axis ``context``, and of all devices as ``world``.
 
-    ``world``: the number of devices of all stages; None if the grid has all devices.
+    Args:
+        sizes: the grid.
+        rank_order: x and y, first the axis of neighboring ranks (``parallel.rank_order``).
+        world: the number of devices of all stages; None if the grid has all devices.
+        context: number of ranks that share samples (``parallel.context``). Their shards of the batch are consecutive.
     """
     by_axis = {axis: RankSpan(stride, getattr(sizes, axis)) for axis, stride in strides(sizes, rank_order).items()}
-    return by_axis | {"world": RankSpan(1, world or sizes.devices)}
+    shared = RankSpan(by_axis["z"].stride, context)
+    return by_axis | {"context": shared, "world": RankSpan(1, world or sizes.devices)}
 
 
 def node_size(cluster: ClusterConfig) -> int:
@@ -77,7 +84,7 @@ def total_gib(cluster: ClusterConfig) -> float:
     return cluster.memory_gib
 
 
-def reserved_gib(cluster: ClusterConfig, sizes: GridSizes, world: int, joined: bool = False) -> float:
+def reserved_gib(cluster: ClusterConfig, sizes: GridSizes, world: int, joined: bool = False, context: int = 1) -> float:
     """Return the memory that libraries and the groups of the grid and the job take on a device.
 
     Args:
@@ -85,9 +92,10 @@ def reserved_gib(cluster: ClusterConfig, sizes: GridSizes, world: int, joined: b
         sizes: the grid of the device's stage.
         world: number of devices of all stages.
         joined: there is a group of all devices of the grid.
+        context: number of ranks that share samples (``parallel.context``).
     """
     # An axis with all ranks uses the group of the job (gpt4d.parallel.grid).
-    groups = (world > 1) + sum(1 < size < world for size in (*sizes, *[sizes.devices] * joined))
+    groups = (world > 1) + sum(1 < size < world for size in (*sizes, context, *[sizes.devices] * joined))
     return cluster.reserved_gib + groups * cluster.communicator_gib
 
 
@@ -159,22 +167,41 @@ NO_TIME = Speed(0.0, 0.0, 1.0, False)
 
 
 def speed(cluster: ClusterConfig, kind: str, span: RankSpan) -> Speed:
-    """Return the speed of the collective ``kind`` when all groups of an axis run it: measured, otherwise by levels.
+    """Return the speed of the collective ``kind`` when all groups of an axis run it: measured, otherwise by levels."""
+    if span.size == 1:
+        return NO_TIME
+    return _measured_speed(cluster, kind, span) or _speed_by_levels(cluster, kind, span)
+
+
+def _measured_speed(cluster: ClusterConfig, kind: str, span: RankSpan) -> Speed | None:
+    """Return the measured speed of a collective, or None.
 
     A measurement on another number of nodes replaces a missing one: the ring has the same rate, and each additional
     node adds a message.
     """
-    if span.size == 1:
-        return NO_TIME
     node = node_size(cluster)
     local, nodes, sharing = span.local(node), span.nodes(node), span.sharing(node)
     similar = [m for m in cluster.measured if (m.kind, m.local, m.sharing) == (kind, local, sharing)]
     similar = [m for m in similar if (m.nodes > 1) == (nodes > 1)]
-    if similar:
-        nearest = min(similar, key=lambda m: (abs(m.nodes - nodes), -m.nodes))
-        messages = (span.size - 1) / (nearest.local * nearest.nodes - 1)
-        return Speed(nearest.latency_us / 1e6 * messages, 1e-9 / nearest.gb_s, nearest.hidden, nodes > 1)
-    return _speed_by_levels(cluster, kind, span)
+    if not similar:
+        return None
+    nearest = min(similar, key=lambda m: (abs(m.nodes - nodes), -m.nodes))
+    messages = (span.size - 1) / (nearest.local * nearest.nodes - 1)
+    return Speed(nearest.latency_us / 1e6 * messages, 1e-9 / nearest.gb_s, nearest.hidden, nodes > 1)
+
+
+def message_speed(cluster: ClusterConfig, span: RankSpan) -> Speed:
+    """Return the speed of a message of each rank to the next rank of its group.
+
+    A ring all-gather consists of ``span.size - 1`` such messages in sequence.
+    """
+    if span.size == 1:
+        return NO_TIME
+    if ring := _measured_speed(cluster, "all_gather", span):
+        return ring._replace(latency_s=ring.latency_s / (span.size - 1))
+    levels, ring = crossed_levels(cluster, span), _speed_by_levels(cluster, "all_gather", span)
+    latency_s = max(crossed.level.latency_us for crossed in levels) / 1e6
+    return Speed(latency_s, _s_per_byte(levels), ring.hidden, ring.across)
 
 
 def _speed_by_levels(cluster: ClusterConfig, kind: str, span: RankSpan) -> Speed:

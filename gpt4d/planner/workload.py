@@ -1,8 +1,10 @@
 """The size of a training run on one device: bytes of its state, of an activation, and its microbatches."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 
-from gpt4d.config import Config, GridSizes, OptimConfig, batch_sizes, chunk_problem, divisors
+from gpt4d.config import Config, GridSizes, OptimConfig, batch_sizes, chunk_problem, divisors, grid_problem
+from gpt4d.config.checks import Divisibility
 from gpt4d.config.pipeline import SPLIT_BACKWARDS
 from gpt4d.model import registry
 from gpt4d.model.description import Description
@@ -116,13 +118,29 @@ def splits_backwards(config: Config) -> bool:
     return pipeline.stages not in (None, 1) and pipeline.schedule in SPLIT_BACKWARDS
 
 
+def possible_contexts(config: Config, rules: Iterable[Divisibility], sizes: GridSizes) -> list[int]:
+    """Return the possible values of ``parallel.context`` on a grid, ascending; a configured value above 1 is fixed.
+
+    More ranks that share samples need less memory and communicate more.
+    """
+    train, parallel = config.train, config.parallel
+    choices = divisors(sizes.batch_shards) if parallel.context == 1 else [parallel.context]
+    return [
+        context
+        for context in choices
+        if not grid_problem(rules, train, replace(parallel, context=context), sizes)
+        and train.seq_len // context % train.loss_chunks == 0
+    ]
+
+
 def micro_batch_sizes(config: Config, sizes: GridSizes) -> list[int]:
     """Return the possible microbatch sizes of a device, largest first; only ``train.micro_batch_size`` if it is set.
 
     Sizes that cannot be cut into ``parallel.chunks``, or do not divide a larger batch of ``train.batch_ramp``, are
     omitted.
     """
-    shares, given = [size // sizes.batch_shards for size in batch_sizes(config.train)], config.train.micro_batch_size
+    shards, given = sizes.sample_shards(config.parallel.context), config.train.micro_batch_size
+    shares = [size // shards for size in batch_sizes(config.train)]
     possible = [size for size in divisors(shares[-1])[::-1] if all(share % min(size, share) == 0 for share in shares)]
     choices = [given] if given is not None else possible
     return [size for size in choices if not chunk_problem(config.train, config.parallel, sizes, size)]

@@ -55,6 +55,7 @@ class VirtualDevice:
         intra_host_mb_s: MB/s that a rank sends to other ranks of its host; None: the rate of the transport.
         ranks_per_host: ranks of a host; hosts have consecutive ranks.
         small: largest number of elements of a small tensor.
+        skips_masked_products: causal attention takes half of the time of attention to all keys.
         source: the functions of ``time`` that it uses: perf_counter, process_time and sleep.
     """
 
@@ -66,9 +67,10 @@ class VirtualDevice:
         intra_host_mb_s: float | None = None,
         ranks_per_host: int = 1,
         small: int = 8192,
+        skips_masked_products: bool = False,
         source: Any = time,
     ):
-        self.operations = Operations(flops, memory_gb_s, launch_us, small)
+        self.operations = Operations(flops, memory_gb_s, launch_us, small, skips_masked_products)
         self.links = HostLinks(intra_host_mb_s, ranks_per_host)
         self.source = source
         self._thread = threading.local()  # a task may outlast the context that submitted it
@@ -171,10 +173,13 @@ class VirtualProcessor(Processor):
             if collective.started is None:
                 return  # it was posted outside of this context
             assert collective.result is not None
-            # An all-reduce goes round the ring twice, an all-gather or a reduce-scatter once.
-            nbytes, size = (collective.like.nbytes, collective.result.nbytes), collective.memory.size
-            passes = 2 if nbytes[0] == nbytes[1] else 1
-            ready = self.device.links.reserve(collective.started, passes * (size - 1) / size * max(nbytes))
+            sent, result, size = collective.like, collective.result, collective.memory.size
+            # An all-reduce goes round the ring twice, an all-gather or a reduce-scatter once, and a shift one step.
+            if result is not sent and result.nbytes == sent.nbytes:
+                nbytes = float(sent.nbytes)
+            else:
+                nbytes = (2 if result is sent else 1) * (size - 1) / size * max(sent.nbytes, result.nbytes)
+            ready = self.device.links.reserve(collective.started, nbytes)
             self.device.dispatch.stream.sleep_until(ready)
 
     @contextmanager

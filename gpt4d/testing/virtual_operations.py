@@ -31,6 +31,7 @@ _FLOPS: dict[Any, Callable[..., int]] = {
     _CPU_ATTENTION: flop_registry[aten._scaled_dot_product_flash_attention],
     _CPU_ATTENTION_BACKWARD: flop_registry[aten._scaled_dot_product_flash_attention_backward],
 }
+_CAUSAL = {_CPU_ATTENTION: 4, _CPU_ATTENTION_BACKWARD: 7}  # index of the argument that makes attention causal
 _UNINITIALIZED = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 _WITHOUT_KERNEL = _UNINITIALIZED | {aten._unsafe_view, aten.lift_fresh, aten.resize_, aten.set_}
 _READ_BY_HOST = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -53,7 +54,10 @@ class Cost(NamedTuple):
 class Operations:
     """Costs and results of operations. Arguments as for ``VirtualDevice``."""
 
-    def __init__(self, flops: float, memory_gb_s: float, launch_us: float, small: int):
+    def __init__(
+        self, flops: float, memory_gb_s: float, launch_us: float, small: int, skips_masked_products: bool = False
+    ):
+        self.skips_masked_products = skips_masked_products
         self.flops, self.bytes_s, self.launch_s, self.small = flops, memory_gb_s * 1e9, launch_us / 1e6, small
         self._costs: dict[tuple, Cost] = {}
         self._zeros: dict[torch.dtype, torch.Tensor] = {}
@@ -80,7 +84,13 @@ class Operations:
         argument = {id(meta): index for index, meta in enumerate(metas)}
         new = [tensor for tensor in tensors_in(result) if id(tensor) not in argument]
         counter = _FLOPS.get(func.overloadpacket)
-        flops = counter(*meta_args, **meta_kwargs, out_val=result) if counter else 0
+        flops: float = counter(*meta_args, **meta_kwargs, out_val=result) if counter else 0
+        if (
+            self.skips_masked_products
+            and (index := _CAUSAL.get(func.overloadpacket))
+            and args[index : index + 1] == (True,)
+        ):
+            flops /= 2
         moved = _moved_bytes(func, metas, meta_args, meta_kwargs, new)
         large = any(tensor.numel() > self.small for tensor in metas + new)
         return Cost(max(flops / self.flops, moved / self.bytes_s) + self.launch_s, large, result, argument)

@@ -117,8 +117,9 @@ class HostLinks:
         rank, ranks = dist.get_rank(), dist.get_process_group_ranks(_group(arguments))
         if name == "send":
             ranks = [rank, ranks[arguments["dst"]]]
-        nbytes = max(map(_nbytes, (*arguments.values(), result)))
-        sent = intra_host_bytes(name, nbytes, ranks, rank, self.ranks_per_host)
+        counts = arguments.get("input_split_sizes")
+        nbytes = arguments["input"].nbytes if counts else max(map(_nbytes, (*arguments.values(), result)))
+        sent = intra_host_bytes(name, nbytes, ranks, rank, self.ranks_per_host, counts)
         last = result[-1] if isinstance(result, tuple) else result
         work = dist.Work.unbox(last) if isinstance(last, torch.ScriptObject) else None
         addresses = [tensor.data_ptr() for tensor in tensors]
@@ -146,14 +147,21 @@ class HostLinks:
         return in_flight
 
 
-def intra_host_bytes(operation: str, nbytes: float, ranks: Sequence[int], rank: int, ranks_per_host: int) -> float:
+def intra_host_bytes(
+    operation: str,
+    nbytes: float,
+    ranks: Sequence[int],
+    rank: int,
+    ranks_per_host: int,
+    counts: Sequence[int] | None = None,
+) -> float:
     """Return the bytes that ``rank`` sends to ranks of its own host.
 
     In a ring of G ranks the ranks of a host are adjacent, and each rank sends the same volume to the next rank. An
     all-reduce sends 2·(G-1)/G of the tensor, an all-gather or a reduce-scatter (G-1)/G of the full tensor. A broadcast,
     a scatter or a reduction to one rank sends the full tensor. A group that spans hosts also sends this volume
     inside each host; a group with a single rank per host sends nothing there. In an all-to-all each rank sends 1/G of
-    its tensor to each peer on its host. A message counts at its sender.
+    its tensor to each peer on its host, or the share in ``counts``. A message counts at its sender.
 
     Args:
         operation: the operation's name in torch.ops.c10d or torch.ops._c10d_functional.
@@ -161,13 +169,17 @@ def intra_host_bytes(operation: str, nbytes: float, ranks: Sequence[int], rank: 
         ranks: ranks of the group, or sender and receiver of a message.
         rank: this rank.
         ranks_per_host: ranks of a host; hosts have consecutive ranks.
+        counts: rows of the tensor that an all-to-all sends to each rank of the group; None or empty: equally many.
     """
-    on_host = sum(other // ranks_per_host == rank // ranks_per_host for other in ranks)
+    near = [other // ranks_per_host == rank // ranks_per_host for other in ranks]
+    on_host = sum(near)
     kind = operation.replace("_", "")
     if on_host == 1 or kind.startswith("recv"):
         return 0.0
     if "alltoall" in kind:
-        return (on_host - 1) / len(ranks) * nbytes
+        rows = counts or [1] * len(ranks)
+        sent = sum(count for count, other, here in zip(rows, ranks, near, strict=True) if here and other != rank)
+        return sent / max(1, sum(rows)) * nbytes
     passes = next((passes for name, passes in _RING_PASSES.items() if name in kind), None)
     return nbytes if passes is None else passes * (len(ranks) - 1) / len(ranks) * nbytes
 

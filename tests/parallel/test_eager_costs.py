@@ -6,6 +6,7 @@
 import json
 from dataclasses import replace
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpt4d.parallel.layers import (
     activations,
     attention,
+    context_attention,
     conv,
     embedding,
     float8,
@@ -78,8 +80,9 @@ def examples(dtype: torch.dtype) -> list[tuple[Kernel, tuple]]:
         *examples_of_targets(x),
         *examples_of_pictures(dtype),
         *examples_of_float8(x),
+        *examples_of_shared_sequences(x_heads),
         (product.local_bias, (bias, x, 2, 1)),
-        (attention.weight_rows, (torch.arange(ROWS), 3, 4, 2, 5)),
+        (attention.weight_rows, (torch.arange(8), torch.arange(ROWS).expand(8, -1), 4, 2, 5)),
         (attention.window_mask, (x_heads, None, None, 64)),
         (heads.rotations, (torch.arange(ROWS)[None], x, (1.0, 0.5, 0.2), 1.0)),
         (activations.row_keys, (torch.arange(ROWS), torch.arange(ROWS), 3)),
@@ -112,6 +115,23 @@ def examples_of_float8(x: torch.Tensor) -> list[tuple[Kernel, tuple]]:
         (float8.packed, (weight.to(x.dtype), one)),
         (float8.joined, (torch.zeros(2 * (4 * FEATURES**2 + float8.SCALE_BYTES), dtype=torch.uint8), 2, FEATURES)),
         (float8.transposed, (values,)),
+    ]
+
+
+def examples_of_shared_sequences(keys: torch.Tensor) -> list[tuple[Kernel, tuple]]:
+    """Return kernels of attention. ``keys``: [1, ROWS, heads, size]."""
+    gathered, statistics = keys.unflatten(1, (8, -1)).movedim(1, 0), torch.randn(2, 1, keys.shape[2], ROWS)
+    out = keys.float()
+    return [
+        (context_attention.in_sequence_order, (gathered, 4)),
+        (context_attention.in_rank_order, (torch.stack((keys, keys)), 4)),
+        (context_attention.no_gradient, (keys,)),
+        (context_attention.no_results, (keys, statistics[0])),
+        (context_attention.add_places_, (keys.clone(), keys[:, : ROWS // 2], 512)),
+        (context_attention.combine_, (out, statistics[0], out.clone(), statistics[1], 0)),
+        (context_attention.segment_mask, (keys, None, ROWS, 0, 2 * ROWS, None)),
+        (context_attention.segments_mask, (keys, None, 4, 1)),
+        (sequence.own_segments, (torch.arange(8 * ROWS).view(8, ROWS), 4, 1)),
     ]
 
 
@@ -168,6 +188,8 @@ def further_examples() -> list[tuple[Kernel, tuple]]:
     halved = torch.randn(2, 3, 3, 4)
     row, logits = torch.rand(6), torch.randn(6, 8)
     x8 = x.to(torch.float8_e4m3fn)
+    queries, keys, statistics = torch.randn(2, 4, 6, 8), torch.randn(2, 8, 3, 8), torch.randn(2, 6, 4)
+    block = context_attention.Block(2, 4, 1, 6)
     return [
         (activations.gelu, (x,)),
         (embedding.multiplied, (x, 3.0)),
@@ -203,7 +225,12 @@ def further_examples() -> list[tuple[Kernel, tuple]]:
         (loss.zero_, (logits.clone(),)),
         (sequence.local_part, (ids.view(2, 3), 2, 3, 1)),
         (sequence.in_gathered_order, (ids.view(2, 3), 2, 3)),
+        (context_attention.block_attention, (queries, keys, keys, None, block, None)),
+        (context_attention.block_gradients, (queries, queries, keys, keys, queries, statistics, None, block, None)),
+        (context_attention.accumulated, (queries.bfloat16(), statistics)),
+        (context_attention.rounded, (queries, keys.bfloat16())),
         (sequence.places_of, (ids, 4)),
+        (sequence.places_in_segments, (ids, 4, 2, 1)),
         (sequence.samples_of, (ids, 4)),
     ]
 
@@ -213,7 +240,8 @@ def symbolic(value):
         return str(value).removeprefix("torch.")
     if not isinstance(value, torch.Tensor):
         return value
-    return SymbolicTensor(None, tuple(value.shape), str(value.dtype).removeprefix("torch."))
+    device = SimpleNamespace(is_cpu=True)
+    return SymbolicTensor(device, tuple(value.shape), str(value.dtype).removeprefix("torch."))
 
 
 def test_the_declared_shapes_and_dtypes_are_those_of_the_results():
@@ -226,7 +254,7 @@ def test_the_declared_shapes_and_dtypes_are_those_of_the_results():
             assert (one is None) == (other is None), kernel.name
             assert one is None or (one.shape, one.dtype) == (symbolic(other).shape, symbolic(other).dtype), kernel.name
         checked.add(kernel.name)
-    layers = [activations, attention, conv, embedding, float8, group_norm, heads, loss]
+    layers = [activations, attention, context_attention, conv, embedding, float8, group_norm, heads, loss]
     layers += [linear, norm, product]
     found = [value for layer in (*layers, sequence) for value in vars(layer).values()]
     assert checked == {one.name for one in found if isinstance(one, Kernel) and not isinstance(one, PlannedKernel)}

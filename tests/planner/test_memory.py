@@ -39,8 +39,9 @@ class MeasuredTraining:
     """The trainer's step without its reports."""
 
     def __init__(self, config: Config, sizes: GridSizes):
-        self.stage = build_stage(config, Grid(sizes), torch.device("cpu"))
-        share = config.train.batch_size // sizes.batch_shards
+        context = config.parallel.context
+        self.stage = build_stage(config, Grid(sizes, context=context), torch.device("cpu"))
+        share = config.train.batch_size // sizes.sample_shards(context)
         size, model = config.train.micro_batch_size or share, config.model
         if isinstance(model, UNetConfig):
             loss = picture_loss
@@ -48,7 +49,7 @@ class MeasuredTraining:
             self.batches = [(part, torch.arange(len(part)), part) for part in pictures.split(size)]
         else:
             loss = token_loss
-            ids = torch.randint(model.vocab_size, (share, config.train.seq_len))
+            ids = torch.randint(model.vocab_size, (share, config.train.seq_len // context))
             self.batches = [(part, part, torch.arange(len(part))) for part in ids.split(size)]
         self.step = TrainStep(self.stage, whole_model(loss), config.optim, config.parallel.overlap.data)
 

@@ -15,8 +15,8 @@ from gpt4d.model.probe import Product
 from gpt4d.parallel.comm import collectives
 from gpt4d.parallel.layers import sharding
 from gpt4d.planner import paper_models
-from gpt4d.planner.device import KINDS, sent_bytes
-from gpt4d.planner.topology import RankSpan, crossed_levels, node_size, spans, speed
+from gpt4d.planner.device import KINDS, SHIFT, Device, Links, sent_bytes
+from gpt4d.planner.topology import RankSpan, crossed_levels, message_speed, node_size, spans, speed
 from gpt4d.testing.virtual_device import VirtualDevice
 from tests.fake_time import FakeTime
 from tests.parallel.test_shared_memory import axis_across_hosts
@@ -82,9 +82,10 @@ def test_only_the_aware_model_depends_on_placement():
 
 def test_spans_give_stride_size_and_placement_on_nodes():
     by_axis = spans(GridSizes(2, 3, 4, 5))
+    assert spans(GridSizes(2, 3, 4, 5), context=10)["context"] == RankSpan(6, 10)
     assert by_axis == {
         "x": RankSpan(1, 2), "y": RankSpan(2, 3), "z": RankSpan(6, 4), "data": RankSpan(24, 5),
-        "world": RankSpan(1, 120),
+        "context": RankSpan(6, 1), "world": RankSpan(1, 120),
     }  # fmt: skip
     assert (RankSpan(2, 4).local(4), RankSpan(2, 4).nodes(4), RankSpan(2, 4).sharing(4)) == (2, 2, 2)
     assert (RankSpan(8, 4).local(4), RankSpan(8, 4).nodes(4), RankSpan(8, 4).sharing(4)) == (1, 4, 4)
@@ -138,6 +139,38 @@ def test_a_measurement_overrides_the_speed_from_levels(device):
     assert four_nodes.s_per_byte == two_nodes.s_per_byte and four_nodes.latency_s == pytest.approx(7 / 3 * 30e-6)
     unmeasured = replace(cluster, measured=[])
     assert speed(cluster, "all_reduce", RankSpan(2, 4)) == speed(unmeasured, "all_reduce", RankSpan(2, 4))
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize(
+    ("span", "latency_us", "gb_s"),
+    [
+        (RankSpan(1, 4), 5, 300),  # on a node
+        (RankSpan(1, 8), 20, 100),  # one message between the nodes
+        (RankSpan(4, 2), 20, 25),  # four
+    ],
+)
+def test_a_shift_takes_the_time_of_a_message_over_the_slowest_link(device, span, latency_us, gb_s):
+    levels = LevelConfig(None, 100.0, latency_us=20.0), LevelConfig(4, 300.0, 100.0, latency_us=5.0)
+    cluster = replace(NODES_OF_4, device=device, levels=list(levels))
+    found = message_speed(cluster, span)
+    assert (found.latency_s, found.s_per_byte) == pytest.approx((latency_us / 1e6, 1e-9 / gb_s))
+    assert found.before_s_per_byte == found.after_s_per_byte == 0
+    assert found.hidden == speed(cluster, "all_gather", span).hidden
+
+
+def test_a_shift_takes_a_step_of_a_measured_all_gather():
+    measured = MeasuredConfig("all_gather", local=4, nodes=2, sharing=1, latency_us=70.0, gb_s=4.0, hidden=0.5)
+    found = message_speed(replace(NODES_OF_4, measured=[measured]), RankSpan(1, 8))
+    assert (found.latency_s, found.s_per_byte, found.hidden) == pytest.approx((10e-6, 0.25e-9, 0.5))
+
+
+def test_a_device_counts_the_bytes_and_the_time_of_a_shift():
+    device = Device(NODES_OF_4, Links(NODES_OF_4, GridSizes(8, 1, 1, 1)))
+    device.do(SHIFT, "x", 3e6)
+    speed = message_speed(NODES_OF_4, RankSpan(1, 8))
+    assert device.bytes["x"] == 3e6 == sent_bytes(SHIFT, 8, 3e6)
+    assert device.now == pytest.approx(speed.latency_s + 3e6 * speed.s_per_byte)
 
 
 def seconds_by_hosts(kind: str, nbytes: int) -> tuple[float, float]:

@@ -1,5 +1,6 @@
 import mmap
 import threading
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpt4d.config import GridSizes
 from gpt4d.parallel.comm import collectives
 from gpt4d.parallel.comm.collectives import Axis
+from gpt4d.parallel.comm.cpu import shared_memory
 from gpt4d.parallel.comm.cpu.comm_thread import CommThread
 from gpt4d.parallel.comm.cpu.shared_memory import SLOT_BYTES, SharedMemory
 from gpt4d.parallel.grid import Grid
@@ -73,6 +75,17 @@ def test_busy_time_is_the_sum_of_the_costs_of_all_operations():
     assert report["busy_s"] == pytest.approx(sum(forward + backward))
     assert report["seconds"] == pytest.approx(report["busy_s"])  # a rank alone takes its busy time
     assert report["host_late_s"] == 0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_causal_attention_takes_half_of_the_time(causal):
+    inputs = [torch.randn(1, 2, 256, 64).requires_grad_() for _ in range(3)]
+    with virtual_device(skips_masked_products=True) as device:
+        total = nn.functional.scaled_dot_product_attention(*inputs, is_causal=causal).sum()
+        torch.autograd.grad(total, inputs)
+    product = 2 * 2 * 256 * 256 * 64 / (2 if causal else 1)
+    others = seconds(0, inputs[0].numel(), 1)  # the sum
+    assert device.report()["busy_s"] == pytest.approx(seconds(2 * product) + seconds(5 * product) + others)
 
 
 def test_large_tensors_are_not_computed_and_small_ones_are():
@@ -239,6 +252,26 @@ def test_an_operation_launched_by_a_wait_is_not_late():
 )
 def test_bytes_sent_inside_a_host_of_four_ranks(operation, ranks, sent):
     assert intra_host_bytes(operation, 1, ranks, rank=0, ranks_per_host=4) == sent
+
+
+@pytest.mark.parametrize(("rank", "sent"), [(0, 1), (3, 0), (4, 1), (7, 0)])
+def test_a_shift_sends_its_tensor_inside_a_host_unless_the_next_rank_is_on_another_host(rank, sent):
+    counts = [5 * (other == (rank + 1) % 8) for other in range(8)]
+    assert intra_host_bytes("alltoall_base_", 1, range(8), rank, ranks_per_host=4, counts=counts) == sent
+
+
+def shift_in_host(slot_bytes: int) -> float:
+    """Return the seconds of a shift of 1 MB in a host of three ranks, at 1 MB/s."""
+    axis, tensor = Grid(GridSizes(x=3)).x, torch.zeros(250_000)
+    device = virtual_device(intra_host_mb_s=1, ranks_per_host=3)
+    with patch.object(shared_memory, "SLOT_BYTES", slot_bytes), device:
+        axis.start_shift(tensor).wait()
+        return device.source.now
+
+
+@pytest.mark.parametrize("slot_bytes", [SLOT_BYTES, 1], ids=["shared memory", "gloo"])
+def test_a_shift_takes_the_time_of_its_tensor(ranks, slot_bytes):
+    assert ranks.run(3, shift_in_host, slot_bytes) == [pytest.approx(1, rel=1e-3)] * 3
 
 
 def all_reduce_functional(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
