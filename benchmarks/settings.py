@@ -55,6 +55,7 @@ class DeviceConfig(EmulatedClusterConfig, WorkerSettings):
     # Rate at which a rank sends inside its host, relative to its share of the uplink; 0: no limit. The default is the
     # ratio of Perlmutter: 300 GB/s of NVLink and 25 GB/s of network per GPU.
     intra_host_ratio: float = 12.0
+    skips_masked_products = False  # as for VirtualDevice
 
     @property
     def intra_host_mb_s(self) -> float | None:
@@ -64,7 +65,8 @@ class DeviceConfig(EmulatedClusterConfig, WorkerSettings):
         """Return the device of this rank; None if it computes on this machine's cores."""
         if not self.virtual:
             return None
-        return VirtualDevice(self.flops, self.memory_gb_s, self.launch_us, self.intra_host_mb_s, self.ranks)
+        rates = self.flops, self.memory_gb_s, self.launch_us, self.intra_host_mb_s
+        return VirtualDevice(*rates, self.ranks, skips_masked_products=self.skips_masked_products)
 
     def description(self) -> dict:
         """Return network and devices for the results."""
@@ -128,7 +130,9 @@ class GridCase(NamedTuple):
 _SETTINGS = {
     "replicated=": "replicated_layers",
     "chunks=": "chunks",
+    "context=": "context",
     "tokens": ("sequence_parallel", True),
+    "ring": ("context_exchange", "ring"),
     "yx": ("rank_order", "yx"),
     "repeated-heads": ("scatter_heads", False),
     "waiting-sums": ("overlap", OverlapConfig(all_reduce=False)),

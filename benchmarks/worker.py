@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from importlib import import_module
@@ -104,20 +105,29 @@ def _per_step(answer: dict, steps: int) -> dict:
     return {**answer, "steps": steps} | ({"exposed_s": exposed} if exposed else {})
 
 
-def share_process_groups() -> None:
+def share_process_groups(distinct: bool = False) -> Callable[[], None]:
     """Make ``new_group`` return one shared process group per set of ranks from now on.
 
     Each gloo group has a polling thread, even when unused. Without sharing, megatron alone has ninety on each rank.
+
+    Args:
+        distinct: groups of one contender are distinct even if they have the same ranks, because the contender starts
+            their collectives on several threads. The returned function is then called before each contender is built.
     """
     new_group, groups = dist.new_group, {}
+    earlier: Counter[tuple[int, ...]] = Counter()  # groups of this contender with the same ranks
 
     def new_or_shared(ranks=None, *_, use_local_synchronization: bool = False, **__) -> dist.ProcessGroup:
         ranks = tuple(range(dist.get_world_size()) if ranks is None else map(int, ranks))
-        if ranks not in groups:
-            groups[ranks] = new_group(ranks, use_local_synchronization=use_local_synchronization)
-        return groups[ranks]
+        key = ranks, earlier[ranks]
+        if distinct:
+            earlier[ranks] += 1
+        if key not in groups:
+            groups[key] = new_group(ranks, use_local_synchronization=use_local_synchronization)
+        return groups[key]
 
     dist.new_group = distributed_c10d.new_group = device_mesh.new_group = new_or_shared
+    return earlier.clear
 
 
 def redirect_stdout_for_answers() -> TextIO:

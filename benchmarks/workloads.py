@@ -10,6 +10,7 @@ import torch.distributed as dist
 from benchmarks.settings import DeviceConfig, WorkerSettings, parse_sizes, plain_rates
 from gpt4d.config import Config, GridSizes, ModelConfig, OptimConfig, ParallelConfig, PipelineConfig, TrainConfig
 from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.model.llama.config import LlamaConfig
 from gpt4d.model.unet.config import UNetConfig
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.stage import Stage
@@ -30,14 +31,14 @@ class Workload(NamedTuple):
     A run has several steps where a step defers work to the next step, so that this work is measured.
     """
 
-    model: Any  # GPT2Config or UNetConfig
+    model: Any  # GPT2Config, LlamaConfig or UNetConfig
     batch: int
     steps: int
 
     @property
     def units(self) -> int:
         """Tokens or images of a step."""
-        return self.batch * (self.model.max_positions if isinstance(self.model, GPT2Config) else 1)
+        return self.batch * (1 if isinstance(self.model, UNetConfig) else self.model.max_positions)
 
     def share(self, index: int, shares: int) -> tuple[torch.Tensor, ...]:
         """Return share number ``index`` of the batch: the inputs of the model, sample ids included, and targets."""
@@ -197,7 +198,7 @@ def with_states(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optim
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
-def sequences(share: int, shares: int, config: GPT2Config, batch: int) -> tuple[torch.Tensor, ...]:
+def sequences(share: int, shares: int, config: GPT2Config | LlamaConfig, batch: int) -> tuple[torch.Tensor, ...]:
     """Return token ids and targets [batch / shares, positions]: share number ``share`` of the batch.
 
     The tokens are random and the same in each step: the model memorizes them, and the loss falls fast enough to show

@@ -27,7 +27,7 @@ from gpt4d.parallel import compile
 from gpt4d.parallel.engine.interleave import run_blocks
 from gpt4d.parallel.engine.prefetch import weight_order
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layers.sequence import TokenIndex
+from gpt4d.parallel.layers.sequence import TokenIndex, own_segments
 from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.parallel.pipeline.schedule import single_stage
 from gpt4d.parallel.stage_plan import ranks_in_grid_order
@@ -67,7 +67,8 @@ class Training:
     ):
         self.device, self.compiled = device or torch.device("cpu"), compiled
         sizes, parallel, self.sharded = parse_grid(name)
-        self.grid, self.units = Grid(sizes, ranks=ranks_in_grid_order(sizes, parallel.get("rank_order"))), work.units
+        ranks = ranks_in_grid_order(sizes, parallel.get("rank_order"))
+        self.grid, self.units = Grid(sizes, ranks=ranks, context=parallel.get("context", 1)), work.units
         is_unet = isinstance(work.model, UNetConfig)
         config = Config(
             model=work.model,
@@ -79,7 +80,10 @@ class Training:
         self.stage = build_stage(config, self.grid, self.device)
         loss_sum = squared_error if is_unet else lambda module, batch: module.loss_sum(*batch)
         self.train_step = TrainStep(self.stage, whole_model(loss_sum), config.optim)
-        share = work.share(self.grid.batch_shard, sizes.batch_shards)
+        share = work.share(self.grid.sample_shard, self.grid.sample_shards)
+        if (context := self.grid.context).size > 1:
+            *text, sample_ids = share
+            share = (*(own_segments(ids, context.size, context.index) for ids in text), sample_ids)
         self.microbatch = tuple(tensor.to(self.device) for tensor in share)
 
     def step(self) -> Callable[[], dict]:

@@ -65,18 +65,23 @@ class TorchTraining:
             self.by_mesh[getattr(parameter, "device_mesh", None)].append(parameter)
         self.optimizer = adamw(*self.by_mesh.values())
 
-    def step(self) -> Callable[[], dict]:
+    def forward_backward(self) -> torch.Tensor:
+        """Compute all gradients and return this rank's mean loss."""
         with self.context():
             logits = self.model(self.ids)
             loss = F.cross_entropy(logits.flatten(0, 1), self.targets.flatten())
             loss.backward()
+        return loss.detach()
+
+    def step(self) -> Callable[[], dict]:
+        loss = self.forward_backward()
         norms = [_full(get_total_norm([p.grad for p in group])) for group in self.by_mesh.values()]
         norm = torch.stack(norms).norm()
         for group in self.by_mesh.values():
             clip_grads_with_norm_(group, OPTIM.clip_norm, norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.loss = _full(loss.detach())
+        self.loss = _full(loss)
         return self.collect_results
 
     def collect_results(self) -> dict:

@@ -1,4 +1,5 @@
 import io
+import itertools
 import json
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.interleave import WorkerSpec, interleave
-from benchmarks.worker import Contender, serve
+from benchmarks.worker import Contender, serve, share_process_groups
 from gpt4d.testing.virtual_device import VirtualDevice
 
 # A worker without a framework: it logs each run to a file and answers like a real one.
@@ -110,3 +111,14 @@ def test_answers_are_separate_from_other_output():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("answer\n", "chatter\n")
+
+
+@pytest.mark.parametrize("distinct, groups", [(False, [0, 0, 1, 0, 1]), (True, [0, 1, 2, 0, 2])])
+def test_contenders_share_process_groups(monkeypatch, distinct, groups):
+    created = itertools.count()
+    for module in (dist, dist.distributed_c10d, dist.device_mesh):
+        monkeypatch.setattr(module, "new_group", lambda *_, **__: next(created))
+    begin_contender = share_process_groups(distinct)
+    found = [dist.new_group(ranks) for ranks in ([0, 1], [0, 1], [0, 2])]
+    begin_contender()
+    assert [*found, *(dist.new_group(ranks) for ranks in ([0, 1], [0, 2]))] == groups

@@ -55,7 +55,13 @@ def test_many_grids_are_represented_by_the_first_six_and_six_of_the_rest():
 
 
 def test_the_name_of_a_grid_says_all_its_settings():
-    for name in ("4x1x2x1", "4x1x2x1/replicated=1", "2x4x1x1/chunks=4/tokens/yx", "1x8x1x1/repeated-heads"):
+    for name in (
+        "4x1x2x1",
+        "4x1x2x1/replicated=1",
+        "2x4x1x1/chunks=4/tokens/yx",
+        "1x8x1x1/repeated-heads",
+        "1x1x8x1/context=8/ring",
+    ):
         case = parse_grid(name)
         assert grid_name(case.sizes, case.parallel) == name
     assert parse_grid("1x1x1x8/sharded").sharded
