@@ -231,11 +231,11 @@ def computation(settings: ContextConfig) -> float:
     """Return the seconds of a step on one virtual device that is as fast as all ranks of ``settings`` together."""
     ranks = settings.hosts * settings.ranks
     rates = settings.flops * ranks, settings.memory_gb_s * ranks, settings.launch_us
+    # Built outside, because products on a virtual device have no values, and tables of random numbers are cached.
+    step = SharedSequences("1x1x1x1", settings.work)
     with VirtualDevice(*rates, skips_masked_products=True, source=SleepClock()) as device:
-        step = SharedSequences("1x1x1x1", settings.work)
-        before = device.stream.busy_s
         step.forward_backward()
-        return device.stream.busy_s - before
+        return device.stream.busy_s
 
 
 def with_computation(rows: list[dict], seconds: float) -> dict:
