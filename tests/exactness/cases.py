@@ -98,9 +98,10 @@ def draw(seed: int) -> Case:
         model = {"gpt": _gpt, "llama": _llama, "olmo2": _olmo2, "gemma3": _gemma3}[family](draw, grids)
         model["model.layers"] = blocks = draw.randint(parts, parts + 2)
         length, context = draw.randint(5, 20), 1
-        if len({grid.batch_shards for grid in grids}) == 1 and draw.random() < 0.4:
-            context = own["parallel.context"] = draw.choice(divisors(grids[0].batch_shards))
-        length = length if context == 1 else 2 * draw.randint(2, 5)  # tokens of a rank
+        more = random.Random(f"context {seed}")
+        if len({grid.batch_shards for grid in grids}) == 1 and more.random() < 0.4:
+            context = own["parallel.context"] = more.choice(divisors(grids[0].batch_shards))
+        length = length if context == 1 else 2 * more.randint(2, 5)  # tokens of a rank
         if own.get("parallel.sequence_parallel"):
             length = math.lcm(length, *(grid.x for grid in grids))
         own["train.loss_chunks"] = draw.choice((1, 1, draw.choice(divisors(length))))
