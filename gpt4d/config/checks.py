@@ -82,6 +82,12 @@ def _context_problem(train: TrainConfig, parallel: ParallelConfig, sizes: GridSi
             f"parallel.context={context}: cuts each sequence into {2 * context} segments, which do not divide "
             f"train.seq_len={train.seq_len}; use a multiple of {2 * context}"
         )
+    length = train.seq_len // context
+    if context > 1 and length % train.loss_chunks:
+        return (
+            f"train.loss_chunks={train.loss_chunks}: does not divide train.seq_len/parallel.context={length}; "
+            f"use one of {shortened(divisors(length))}"
+        )
     return None
 
 

@@ -100,10 +100,8 @@ def check_length(config: Config) -> None:
         raise ConfigError(
             f"{problem}, and learned positions cannot be extended; lower it, or train a new model with {own}"
         )
-    context = config.parallel.context
-    if length // context % config.train.loss_chunks:
-        given = f"train.seq_len={length}" if context == 1 else f"train.seq_len/parallel.context={length // context}"
+    if length % config.train.loss_chunks:
         raise ConfigError(
-            f"train.loss_chunks={config.train.loss_chunks}: does not divide {given}; "
-            f"use one of {', '.join(map(str, divisors(length // context)))}"
+            f"train.loss_chunks={config.train.loss_chunks}: does not divide train.seq_len={length}; "
+            f"use one of {', '.join(map(str, divisors(length)))}"
         )

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from gpt4d.config import Config, ConfigError, GridSizes, ParallelConfig, grid_problem, value_of
+from gpt4d.model import registry
 from gpt4d.parallel.symbolic.stage import MASTER_BYTES
 from gpt4d.planner import paper_models, pipelines
 from gpt4d.planner.capacity import (
@@ -325,12 +326,22 @@ def _settings(plan: Plan, config: Config, blocks: int) -> Iterator[list[dict[str
             yield [{**cached, "cache_scope": "step"}]
         elif parallel.cache_layers is None and sizes.z == 1:
             yield [cached]
-    if plan.context > 1 and parallel.context_exchange is None and not getattr(config.model, "attention_dropout", 0.0):
+    if plan.context > 1 and parallel.context_exchange is None and _may_use_ring(config):
         yield [{"context_exchange": "ring"}]
     if may_split_tokens(config, sizes) and "sequence_parallel" not in plan.choice:
         yield [{"sequence_parallel": True}]
     if parallel.chunks == 1 and sizes.x * sizes.y > 1:
         yield [{"chunks": count} for count in (2, 4)]
+
+
+def _may_use_ring(config: Config) -> bool:
+    """Return whether the model's family allows ``parallel.context_exchange=ring``."""
+    parallel = replace(config.parallel, context_exchange="ring")
+    try:
+        registry.of(config.model).check(replace(config, parallel=parallel))
+    except ConfigError:
+        return False
+    return True
 
 
 def converts_weights(config: Config, sizes: GridSizes) -> bool:

@@ -125,12 +125,7 @@ def possible_contexts(config: Config, rules: Iterable[Divisibility], sizes: Grid
     """
     train, parallel = config.train, config.parallel
     choices = divisors(sizes.batch_shards) if parallel.context == 1 else [parallel.context]
-    return [
-        context
-        for context in choices
-        if not grid_problem(rules, train, replace(parallel, context=context), sizes)
-        and train.seq_len // context % train.loss_chunks == 0
-    ]
+    return [context for context in choices if not grid_problem(rules, train, replace(parallel, context=context), sizes)]
 
 
 def micro_batch_sizes(config: Config, sizes: GridSizes) -> list[int]:

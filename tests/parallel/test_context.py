@@ -180,7 +180,11 @@ def test_a_run_continues_with_other_numbers_of_ranks_per_sequence(ranks, tiny):
             ["parallel.context=2", "parallel.pipeline.stages=2", "parallel.pipeline.stage_grids=[1x1x1x2,1x1x1x4]"],
             "parallel.context=2: the stages have different gdata·gz (2, 4)",
         ),
-        (2, ["parallel.context=2", "train.loss_chunks=96"], "train.loss_chunks=96: does not divide"),
+        (
+            2,
+            ["parallel.context=2", "train.seq_len=32", "train.loss_chunks=32"],
+            "train.loss_chunks=32: does not divide train.seq_len/parallel.context=16; use one of 1, 2, 4, 8, 16",
+        ),
     ],
 )
 def test_mistakes_are_reported_in_one_line(devices, words, message):

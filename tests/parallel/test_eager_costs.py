@@ -227,8 +227,6 @@ def further_examples() -> list[tuple[Kernel, tuple]]:
         (sequence.in_gathered_order, (ids.view(2, 3), 2, 3)),
         (context_attention.block_attention, (queries, keys, keys, None, block, None)),
         (context_attention.block_gradients, (queries, queries, keys, keys, queries, statistics, None, block, None)),
-        (context_attention.accumulated, (queries.bfloat16(), statistics)),
-        (context_attention.rounded, (queries, keys.bfloat16())),
         (sequence.places_of, (ids, 4)),
         (sequence.places_in_segments, (ids, 4, 2, 1)),
         (sequence.samples_of, (ids, 4)),

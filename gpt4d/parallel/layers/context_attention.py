@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from gpt4d.parallel.engine.interleave import YieldPoint
-from gpt4d.parallel.layers.heads import ShardFunction, StackedFunction
-from gpt4d.parallel.layers.product import placeholder
+from gpt4d.parallel.layers.heads import GatheredFunction, ShardFunction, StackedFunction
+from gpt4d.parallel.layers.product import cast, placeholder
 from gpt4d.parallel.layers.sequence import segments_of
 from gpt4d.parallel.symbolic.kernels import Function, kernel
 from gpt4d.parallel.symbolic.tensor import wide_dtype
@@ -122,18 +122,6 @@ def combine_(out, statistics, more, more_statistics, first: int):
     return out
 
 
-@kernel(converts=True, unread=("like",))
-def accumulated(out, like):
-    """Return ``out`` in the dtype of the statistics ``like``, in which blocks are combined."""
-    return out if out.dtype == like.dtype else out.like(dtype=like.dtype)
-
-
-@kernel(converts=True, unread=("like",))
-def rounded(out, like):
-    """Return the combined output in the dtype of the queries ``like``."""
-    return out if out.dtype == like.dtype else out.like(dtype=like.dtype)
-
-
 @kernel(unread=("q",))
 def segment_mask(q, documents, first: int, first_key: int, stop_key: int, window: int | None):
     """Return 0 for each key that a query attends to and -inf for other keys, [B or 1, 1, L, keys].
@@ -149,7 +137,7 @@ def segment_mask(q, documents, first: int, first_key: int, stop_key: int, window
         window: as for ``AttentionSpec``.
     """
     if not q.is_cpu and q.itemsize == 2:
-        return None
+        return q.like((2, q.shape[0] + 1), "int32")
     return q.like((1, 1, q.shape[1] // 2, stop_key - first_key))
 
 
@@ -283,27 +271,13 @@ def own_block(q: Any) -> Block:
     return Block(0, q.shape[1], 0, q.shape[1], causal=True)
 
 
-class GatheredKeysFunction(Function):
-    """The gathered keys and values [2, B, S, g, s]. Its backward starts the reduce-scatter of their gradients."""
-
-    @staticmethod
-    def forward(ctx, shard, keys, shared: GatheredKeys):
-        ctx.shape, ctx.shared = shard.shape, shared
-        return keys.view_as(keys)
-
-    @staticmethod
-    def backward(ctx, d_keys):
-        ctx.shared.start_scatter(d_keys)
-        return placeholder(d_keys, ctx.shape), None, None
-
-
 async def gathered_keys(k: Any, v: Any, axis: Any) -> tuple[Any, Any]:
     """Return the keys and values [B, S, g, s] of complete sequences. The backward reduce-scatters their gradients."""
     shared = GatheredKeys(axis)
     shard = ShardFunction.apply(StackedFunction.apply(k, v), shared)
     pending = shared.start(shard.detach())
     await YieldPoint()
-    return GatheredKeysFunction.apply(shard, pending.wait(), shared).unbind()
+    return GatheredFunction.apply(shard, pending.wait(), shared).unbind()
 
 
 class SharedAttentionFunction(Function):
@@ -353,7 +327,7 @@ class SharedAttention:
         assert results is not None
         out, statistics = results
         again = (keys,) if self.recomputed and len(self.steps) == 2 else ()
-        self.results = rounded(out, queries), statistics, *again
+        self.results = cast(out, queries), statistics, *again
         return SharedAttentionFunction.apply(q, shard, self)
 
     def gradients(self, d_out: Any, q: Any, shard: Any, out: Any, statistics: Any, *received: Any) -> tuple[Any, Any]:
@@ -381,7 +355,7 @@ class SharedAttention:
         """Return the results of a block, combined with earlier results in the dtype of the statistics."""
         out, statistics = block_attention(q, *keys.unbind(), mask, block, self.scale)
         if results is None and block.stop - block.first == q.shape[1]:
-            return accumulated(out, statistics), statistics
+            return cast(out, statistics), statistics
         if results is None:
             results = no_results(q, statistics)
         combine_(*results, out, statistics, block.first)

@@ -173,16 +173,6 @@ def combine_(out, statistics, more, more_statistics, first: int):
     return out
 
 
-def accumulated(out, like):
-    """Convert to the dtype of the statistics."""
-    return out.to(like.dtype)
-
-
-def rounded(out, like):
-    """Convert to the dtype of the queries."""
-    return out.to(like.dtype)
-
-
 def no_results(q, statistics):
     """Return zeros and -inf."""
     batch, length, heads, _ = q.shape

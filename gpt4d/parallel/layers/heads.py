@@ -95,6 +95,10 @@ class _Gathering:
         self.axis = axis
         self.gradient: Any = None  # reduce-scatter of the shard's gradient
 
+    def start_scatter(self, d_gathered: Any) -> None:
+        """Start to reduce-scatter the ranks' gradients."""
+        self.gradient = start_scatter(d_gathered, self.axis, FEATURES)
+
     def take_gradient(self) -> Any:
         """Wait for the gradient of the shard."""
         pending, self.gradient = self.gradient, None
@@ -114,17 +118,17 @@ class ShardFunction(Function):
         return ctx.exchange.take_gradient(), None
 
 
-class GatheredFeaturesFunction(Function):
-    """The gathered features. Its backward starts the reduce-scatter of the ranks' gradients."""
+class GatheredFunction(Function):
+    """A gathered tensor. Its backward starts the reduce-scatter of the ranks' gradients, ``exchange.start_scatter``."""
 
     @staticmethod
-    def forward(ctx, shard, gathered, gathering: _Gathering):
-        ctx.shape, ctx.gathering = shard.shape, gathering
+    def forward(ctx, shard, gathered, exchange: Any):
+        ctx.shape, ctx.exchange = shard.shape, exchange
         return gathered.view_as(gathered)
 
     @staticmethod
     def backward(ctx, d_gathered):
-        ctx.gathering.gradient = start_scatter(d_gathered, ctx.gathering.axis, FEATURES)
+        ctx.exchange.start_scatter(d_gathered)
         return placeholder(d_gathered, ctx.shape), None, None
 
 
@@ -134,7 +138,7 @@ async def gather_features(x: Any, axis: Any) -> Any:
     shard = ShardFunction.apply(x, gathering)
     pending = start_gather(shard.detach(), axis, FEATURES)
     await YieldPoint()
-    return GatheredFeaturesFunction.apply(shard, pending.wait(), gathering)
+    return GatheredFunction.apply(shard, pending.wait(), gathering)
 
 
 @dataclass(frozen=True)
