@@ -26,6 +26,7 @@ from tests.rank_pool import RankFailure, RankPool
 from tests.stages import own_stage, own_tokens
 
 TOLERANCE = 1e-10  # relative
+_LARGEST = 1e-7  # of a configuration that rounding changes by more than the tolerance
 _LEARNING_RATE = 0.01
 _END_OF_TEXT = 0
 _REJECTION = re.compile(r"[^\s=]+=\S.*: .+; .+")  # key=value: problem; remedy
@@ -117,9 +118,20 @@ def _train_case(case: Case) -> tuple[Outcome, Outcome | None]:
     outcome = train(plan, stage)
     if dist.get_rank():
         return outcome, None
+    return outcome, _train_alone(case)
+
+
+def _train_alone(case: Case, rounded: bool = False) -> Outcome:
+    """Train a case on one device. ``rounded`` changes two thirds of the weights in their last bit, up or down."""
     plan = validate(case.on_one_device, 1)
     stage = build_stage(plan.config, Grid.single_device(), torch.device("cpu"), torch.float64)
-    return outcome, train(plan, stage)
+    draw = torch.Generator().manual_seed(0)
+    if rounded:
+        with torch.no_grad():
+            for parameter in stage.module.parameters():
+                bits = torch.randint(-1, 2, parameter.shape, generator=draw).double()
+                parameter.mul_(1 + torch.finfo(torch.float64).eps * bits)
+    return train(plan, stage)
 
 
 def _differences(outcomes: Sequence[Outcome], alone: Outcome) -> dict[str, float]:
@@ -163,5 +175,12 @@ def check(pool: RankPool, case: Case) -> Result:
         return Result(case, {}, problem=str(failure))
     (alone,) = [alone for _, alone in answers if alone]
     differences = _differences([outcome for outcome, _ in answers], alone)
-    exact = all(difference <= TOLERANCE for difference in differences.values())
-    return Result(case, differences, problem="" if exact else f"differs: {differences}")
+    if all(difference <= TOLERANCE for difference in differences.values()):
+        return Result(case, differences)
+    # Some configurations magnify rounding errors. Allow ten times the effect of one rounding of the weights.
+    (rounded,) = pool.run(1, _train_alone, case, True)
+    rounding = _differences([rounded], alone)
+    limits = {kind: max(TOLERANCE, min(10 * rounding[kind], _LARGEST)) for kind in differences}
+    exact = all(difference <= limits[kind] for kind, difference in differences.items())
+    problem = f"differs: {differences}, {rounding} after rounding of the weights"
+    return Result(case, differences, problem="" if exact else problem)
