@@ -130,13 +130,18 @@ def hf_model(model: Model) -> torch.nn.Module:
 
 
 def fill_from_hf(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
-    """Copy this rank's part of every weight of a state dict of the family's Hugging Face model into ``model``."""
+    """Copy this rank's part of every weight of a state dict of the family's Hugging Face model into ``model``.
+
+    ``state`` may contain further parameters under our own names.
+    """
     grid, adapter = model.context.grid, registry.of(model.spec.config).hugging_face()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             theirs = [state[key] for key in adapter.names(name, model.spec.config)]
             shard = LocalShard(parameter, parameter.spec)
-            whole = adapter.from_hf(name, theirs, parameter.spec.stored_shape, model.spec.config)
+            whole = state.get(name)
+            if whole is None:
+                whole = adapter.from_hf(name, theirs, parameter.spec.stored_shape, model.spec.config)
             parameter.zero_()
             shard.stored(grid).copy_(whole[shard.slices(grid)])
 

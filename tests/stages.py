@@ -53,14 +53,15 @@ def float64_step(
             own = part.split(size)[grid.sample_shard]
             yield [own_tokens(tensor[own], grid) for tensor in batch]
 
-    reducer = GradientReducer(stage.weights, dict(stage.module.named_parameters()))
+    trained = {name: p for name, p in stage.module.named_parameters() if not p.spec.frozen}
+    reducer = GradientReducer(stage.weights, trained)
     runtime = StageRuntime(stage, reducer, compute)
     losses = [runtime.evaluate(batches(), plan.microbatches) / units]
     losses.append(runtime.forward_backward(batches(), plan.microbatches, units))
     losses = [grid.world.all_reduce(mask_replicas(loss, grid)).item() for loss in losses]
     if stage.exchange:
         stage.exchange.close()
-    own = ((name, p) for name, p in stage.module.named_parameters() if name not in stage.copies)
+    own = ((name, p) for name, p in trained.items() if name not in stage.copies)
     found = {name: LocalShard(p.grad, p.spec) for name, p in own}
     return losses, {n: (part.spec.stored_shape, part.slices(grid), part.stored(grid)) for n, part in found.items()}
 

@@ -200,7 +200,7 @@ class Description:
         for name, spec in self.spec.all_parameters.items():
             if name in self.copied:
                 continue
-            if spec.streamed and self.replicated and _unit_name(name) in self.replicated:
+            if spec.gathered and self.replicated and _unit_name(name) in self.replicated:
                 spec = replaced.setdefault(id(spec), spec.replicated())
             found[name] = spec
         return found | dict(self.copied)

@@ -102,7 +102,7 @@ def _prefix(unit: Unit) -> str:
 class _Counter:
     """A device that counts floating-point operations."""
 
-    compiled, is_cpu = True, False
+    compiled, is_cpu, imbalance = True, False, 1.0
 
     def __init__(self):
         self.records, self.recomputation = True, None

@@ -6,7 +6,7 @@ from types import UnionType
 from typing import TYPE_CHECKING, get_type_hints
 
 from gpt4d.config import Config, ConfigError, GridSizes, ModelConfig, TrainConfig, check_limits, register_model
-from gpt4d.model import gemma3, gpt2, llama, olmo2, unet
+from gpt4d.model import gemma3, gpt2, llama, moe, olmo2, unet
 from gpt4d.model.adapters import adapted
 from gpt4d.model.description import Description
 from gpt4d.model.family import Family
@@ -117,5 +117,6 @@ def build(config: ModelConfig, weights: "ShardedWeights", parts: Sequence[Part] 
 register(gemma3.FAMILY)
 register(gpt2.FAMILY)
 register(llama.FAMILY)
+register(moe.FAMILY)
 register(olmo2.FAMILY)
 register(unet.FAMILY)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpt4d.config import GridSizes, OptimConfig
-from gpt4d.parallel.layout import Layout, ParameterSpec, over_data
+from gpt4d.parallel.layout import Layout, Matrices, ParameterSpec, over_data
 
 EXCHANGES = 4  # maximum number of exchanges in a step; only the first messages and the last results are exposed
 
@@ -67,11 +67,8 @@ def matrices_of(spec: ParameterSpec, sizes: GridSizes) -> list[Matrix]:
     assert parts is not None and spec.unpadded_shape is None, f"Muon does not update {spec}"
     layout = over_data(spec, sizes._asdict()) if "data" not in spec.layout.axes else spec.layout
     shape, dims = spec.shape, layout.dims
-    if parts.fused is not None:
-        count = shape[parts.fused]
-        shape, dims = _without(shape, parts.fused), _without(dims, parts.fused)
-        output = parts.outputs - (parts.outputs > parts.fused)
-        return [Matrix(shape, Layout(*dims), (output,))] * count
+    if parts.fused:
+        return _fused_matrices(parts, shape, layout)
     if not parts.pattern:
         return [Matrix(shape, layout, (parts.outputs,))]
     before, after = slice(parts.outputs), slice(parts.outputs + 1, None)
@@ -86,16 +83,24 @@ def matrices_of(spec: ParameterSpec, sizes: GridSizes) -> list[Matrix]:
     ]
 
 
-def _without(values: tuple[Any, ...], dim: int) -> tuple[Any, ...]:
-    return values[:dim] + values[dim + 1 :]
+def _fused_matrices(parts: Matrices, shape: tuple[int, ...], layout: Layout) -> list[Matrix]:
+    """Return the matrices of a weight with dims whose entries are matrices."""
+    kept = [dim for dim in range(len(shape)) if dim not in parts.fused]
+    matrix = Matrix(
+        tuple(shape[dim] for dim in kept), Layout(*(layout.dims[dim] for dim in kept)), (kept.index(parts.outputs),)
+    )
+    return [matrix] * math.prod(shape[dim] for dim in parts.fused)
 
 
 def views(tensor: Any, spec: ParameterSpec) -> list[Any]:
     """Return views of the matrices in this rank's shard of a weight, or of some of its rows."""
     parts = spec.matrices
     assert parts is not None
-    if parts.fused is not None:
-        return list(tensor.unbind(parts.fused))
+    if parts.fused:
+        found = [tensor]
+        for dim in reversed(parts.fused):
+            found = [view for each in found for view in each.unbind(dim)]
+        return found
     if not parts.pattern:
         return [tensor]
     pieces = tensor.unflatten(parts.outputs, (-1, sum(parts.pattern)))

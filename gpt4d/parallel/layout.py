@@ -67,14 +67,14 @@ class Matrices:
     """How a weight consists of matrices from input features to output features, which Muon orthogonalizes.
 
     Attributes:
-        outputs: the dim of the output features. All further dims, except ``fused``, have the input features.
-        fused: the dim whose entries are matrices of equal shape; None if there is no such dim.
+        outputs: the dim of the output features. All further dims, except those in ``fused``, have the input features.
+        fused: the dims whose entries are matrices of equal shape, such as the dim of experts, in ascending order.
         pattern: numbers of consecutive output features of each matrix, which repeat along ``outputs``; empty if all
             output features belong to one matrix.
     """
 
     outputs: int = 1
-    fused: int | None = None
+    fused: tuple[int, ...] = ()
     pattern: tuple[int, ...] = ()
 
 
@@ -89,18 +89,25 @@ class ParameterSpec:
     std: float = 0.0
     group: str = "vectors"  # one of GROUPS, which decides about learning rate and weight decay
     matrices: Matrices | None = None  # the matrices of a weight in the group "matrices"
-    streamed: bool = False  # the sharded weights gather it over z before each use
+    streamed: bool = False  # the sharded weights gather it over z before each use, unless it is local
+    local: bool = False  # z splits it, and each device uses its own part, which complete experts are
     float8: bool = False  # with train.precision=fp8, it is gathered and multiplied in float8
     between_layers: bool = False  # with parallel.sequence_parallel, it acts on tokens that x splits
     head_parts: int = 0  # it acts on heads of attention, which can be split into this many parts; 0: not on heads
     lr_factor: float = 1.0  # AdamW's learning rate, divided by the rate of the group (optim.width_transfer)
     frozen: bool = False  # it is not trained: it has no gradient and no optimizer states, and has the compute dtype
+    state: bool = False  # a frozen parameter in the dtype of the master weights, which the step computes
     summed: tuple[str, ...] | None = None  # an adapter's: further axes over which its gradient is summed
 
     @property
     def is_adapter(self) -> bool:
         """Whether it belongs to an adapter of a layer."""
         return self.summed is not None
+
+    @property
+    def gathered(self) -> bool:
+        """Whether the sharded weights all-gather it over z."""
+        return self.streamed and not self.local and "z" in self.layout.axes
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -119,6 +126,7 @@ class ParameterSpec:
 
     def replicated(self) -> "ParameterSpec":
         """Return the spec with the parameter replicated over z, which then acts like the data axis."""
+        assert not self.local
         return replace(self, layout=Layout(*(tuple(axis for axis in dim if axis != "z") for dim in self.layout.dims)))
 
     def local_elements(self, sizes: GridSizes) -> int:

@@ -49,6 +49,7 @@ class ShardedWeights(Weights):
         self.on_gradient: Callable[[nn.Parameter], None] = lambda shard: None
         self.pre_gather_hook: Callable[[nn.Parameter], None] = lambda shard: None
         self._parameters: dict[str, nn.Parameter] = {}
+        self.statistics: dict[Any, torch.Tensor] = {}  # sums of the step's microbatches, by layer
 
     def parameter(self, spec: ParameterSpec) -> nn.Parameter:
         """Return this rank's part of a new parameter, with the attribute ``spec``. Its values are not set yet."""
@@ -64,8 +65,8 @@ class ShardedWeights(Weights):
         return spec is None or not spec.frozen
 
     def _dtype_of(self, spec: ParameterSpec) -> torch.dtype:
-        """Return the dtype of a parameter: frozen parameters have no master weights."""
-        return self.context.compute_dtype if spec.frozen else self.dtype
+        """Return the dtype of a parameter: frozen weights have no master weights."""
+        return self.context.compute_dtype if spec.frozen and not spec.state else self.dtype
 
     def bind(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Set the global names of the parameters, which the order of uses refers to."""
@@ -85,6 +86,10 @@ class ShardedWeights(Weights):
     @property
     def records_gradients(self) -> bool:
         return torch.is_grad_enabled()
+
+    def add_statistics(self, layer: Any, values: torch.Tensor) -> None:
+        earlier = self.statistics.get(layer)
+        self.statistics[layer] = values if earlier is None else earlier + values
 
     def _checkpointed(
         self, function: Callable, inputs: Sequence[Any], around: Callable[[], AbstractContextManager]
@@ -164,7 +169,7 @@ class _TorchWeightDevice:
         if found is None:
             shard = self._weights._parameters[weight]
             spec = spec_of(shard)
-            split = "z" in spec.layout.axes
+            split = spec.gathered
             assert not split or spec.layout.dims[0][-1:] == ("z",), f"z must split the rows of {spec}, innermost"
             found = _Gathering(shard, spec, self._weights.context.grid.z if split else _ALONE)
             self._gatherings[weight] = found

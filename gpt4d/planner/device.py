@@ -123,7 +123,7 @@ class Device:
         self.links, self.compiled, self.is_cpu = links, compiled, cluster.device == "cpu"
         self.plans: dict[tuple, Any] = {}  # gpt4d.parallel.symbolic.tensor.SymbolicDevice
         self.numbers: Iterator[int] = itertools.count()
-        self.records, self.recomputation = True, None
+        self.records, self.recomputation, self.imbalance = True, None, 1.0
         self.rates = Rates.of(cluster)
         self.skew_s = cluster.skew_us / 1e6
         self.now = 0.0

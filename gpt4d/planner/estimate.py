@@ -293,7 +293,7 @@ class Estimate:
             for name in self.description.weights_of(self.cached):
                 spec = self.description.parameters[name]
                 element = gathered_bytes(self.config, spec)
-                parts = self.sizes.z if "z" in spec.layout.axes else 1
+                parts = self.sizes.z if spec.gathered else 1
                 copied = parts > 1 or (element != MASTER_BYTES and not spec.frozen)
                 gradient = 0 if spec.frozen else (parts - 1) * MASTER_BYTES
                 held += spec.local_elements(self.sizes) * (parts * element * copied + gradient)

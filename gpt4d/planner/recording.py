@@ -143,7 +143,7 @@ class _RecordingDevice:
         self.compiled, self.is_cpu, self.rates = settings.compiled, settings.is_cpu, settings.rates
         self.plans: dict[tuple, Any] = {}
         self.numbers: Iterator[int] = itertools.count()
-        self.records, self.recomputation = True, None
+        self.records, self.recomputation, self.imbalance = True, None, 1.0
         self.places = places  # indices of the blocks, by name
         self.sizes = {**settings.sizes._asdict(), "none": 1}
         self.segments: list[Segment] = []

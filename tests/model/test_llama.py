@@ -90,7 +90,7 @@ def library_model(config, settings=None):
     from transformers import AutoModelForCausalLM
 
     settings = settings or hf.hf_config(config)
-    settings._attn_implementation = "sdpa"
+    settings._attn_implementation, settings._experts_implementation = "sdpa", "eager"
     model = AutoModelForCausalLM.from_config(settings).double().eval()
     generator = torch.Generator().manual_seed(1)
     for module in model.modules():
@@ -146,7 +146,9 @@ def forward_and_backward(config, sizes, state, checkpointing, parallel):
     settings = Config(model=config, train=train, parallel=ParallelConfig(**parallel))
     stage = build_stage(settings, Grid(sizes), torch.device("cpu"), torch.float64)
     model, grid = stage.module, stage.grid
-    total = gradient_reducer.GradientReducer(model.weights, dict(model.named_parameters()))
+    trained = {name: p for name, p in model.named_parameters() if not p.spec.frozen}
+    total = gradient_reducer.GradientReducer(model.weights, trained)
+    model.weights.loss_divisor = BATCH * LENGTH
     fill_from_hf(model, state)
     ids, targets, samples = (batch_part(t, grid) for t in inputs())
     model.eval()
@@ -155,9 +157,9 @@ def forward_and_backward(config, sizes, state, checkpointing, parallel):
     model.train()
     (model.loss_sum(ids, targets, samples) / (BATCH * LENGTH)).backward()
     total.finish()
-    counted = [p for p in model.parameters() if gradient_reducer.counted_once(p, grid)]
+    counted = [p for p in trained.values() if gradient_reducer.counted_once(p, grid)]
     norm = gradient_reducer.squared_norm(counted, torch.device("cpu"))
-    grads = to_hf({n: global_tensor(p.grad, p.spec, grid) for n, p in model.named_parameters()}, config)
+    grads = to_hf({n: global_tensor(p.grad, p.spec, grid) for n, p in trained.items()}, config)
     return (grid.batch_shard, grid.x.index, logits), (grads if grid.world.index == 0 else None), norm
 
 

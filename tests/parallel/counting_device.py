@@ -6,7 +6,7 @@ import itertools
 class CountingDevice:
     """A device that counts FLOPs, moved bytes and the memory in use."""
 
-    compiled, is_cpu, records, recomputation = True, False, True, None
+    compiled, is_cpu, records, recomputation, imbalance = True, False, True, None, 1.0
 
     def __init__(self):
         self.plans, self.numbers = {}, itertools.count()

@@ -18,6 +18,7 @@ from gpt4d.parallel.layers import (
     context_attention,
     conv,
     embedding,
+    experts,
     float8,
     group_norm,
     heads,
@@ -25,6 +26,7 @@ from gpt4d.parallel.layers import (
     loss,
     norm,
     product,
+    routing,
     sequence,
 )
 from gpt4d.parallel.symbolic.kernels import EAGER_COSTS, Kernel, PlannedKernel
@@ -81,6 +83,7 @@ def examples(dtype: torch.dtype) -> list[tuple[Kernel, tuple]]:
         *examples_of_pictures(dtype),
         *examples_of_float8(x),
         *examples_of_shared_sequences(x_heads),
+        *examples_of_experts(x, pair),
         (product.local_bias, (bias, x, 2, 1)),
         (attention.weight_rows, (torch.arange(8), torch.arange(ROWS).expand(8, -1), 4, 2, 5)),
         (attention.window_mask, (x_heads, None, None, 64)),
@@ -132,6 +135,31 @@ def examples_of_shared_sequences(keys: torch.Tensor) -> list[tuple[Kernel, tuple
         (context_attention.segment_mask, (keys, None, ROWS, 0, 2 * ROWS, None)),
         (context_attention.segments_mask, (keys, None, 4, 1)),
         (sequence.own_segments, (torch.arange(8 * ROWS).view(8, ROWS), 4, 1)),
+    ]
+
+
+SCORING = routing.Scoring(8, normalized=True)
+
+
+def examples_of_experts(x: torch.Tensor, pair: torch.Tensor) -> list[tuple[Kernel, tuple]]:
+    """Return kernels of experts. ``pair``: [ROWS, 2, FEATURES]."""
+    logits = torch.randn(ROWS, 64)
+    chosen = routing.chosen_experts(logits, None, SCORING)
+    weights, place, row_weights = torch.rand(ROWS, 8), torch.randperm(ROWS), torch.rand(ROWS, 1)
+    balance = routing.Balance(0.1, 0.1)
+    return [
+        (routing.chosen_experts, (logits, None, SCORING)),
+        (routing.chosen_experts, (logits, logits[0], SCORING)),
+        (routing.expert_weights, (logits, chosen, SCORING)),
+        (routing.logits_gradient, (weights, logits, chosen, None, SCORING, balance._replace(loss=0.0))),
+        (routing.logits_gradient, (weights, logits, chosen, logits[0], SCORING, balance)),
+        (routing.routing_statistics, (logits, chosen, SCORING)),
+        (experts.in_expert_order, (chosen, 64)),
+        (experts.experts_of_rows, (torch.full((64,), ROWS // 64), 8, ROWS)),
+        (experts.selected_rows, (x, place, 1)),
+        (experts.summed_rows, (x, place, 8)),
+        (experts.weighted_swiglu, (pair, row_weights)),
+        (experts.weighted_swiglu_gradients, (x, pair, row_weights)),
     ]
 
 
@@ -190,6 +218,7 @@ def further_examples() -> list[tuple[Kernel, tuple]]:
     x8 = x.to(torch.float8_e4m3fn)
     queries, keys, statistics = torch.randn(2, 4, 6, 8), torch.randn(2, 8, 3, 8), torch.randn(2, 6, 4)
     block = context_attention.Block(2, 4, 1, 6)
+    matrices, rows = torch.randn(3, 8, 2, 4), torch.tensor([2, 0, 4])
     return [
         (activations.gelu, (x,)),
         (embedding.multiplied, (x, 3.0)),
@@ -227,6 +256,12 @@ def further_examples() -> list[tuple[Kernel, tuple]]:
         (sequence.in_gathered_order, (ids.view(2, 3), 2, 3)),
         (context_attention.block_attention, (queries, keys, keys, None, block, None)),
         (context_attention.block_gradients, (queries, queries, keys, keys, queries, statistics, None, block, None)),
+        (experts.grouped_linear, (x, matrices, rows)),
+        (experts.grouped_input_gradient, (torch.randn(6, 2, 4), matrices, x, rows)),
+        (experts.grouped_weight_gradient, (torch.randn(6, 2, 4), x, matrices, None, rows)),
+        (experts.grouped_weight_gradient, (torch.randn(6, 2, 4), x, matrices, matrices.clone(), rows)),
+        (routing.router_logits, (x, torch.randn(8, 3))),
+        (routing.router_gradients, (torch.randn(6, 3), x, torch.randn(8, 3))),
         (sequence.places_of, (ids, 4)),
         (sequence.places_in_segments, (ids, 4, 2, 1)),
         (sequence.samples_of, (ids, 4)),
@@ -253,7 +288,7 @@ def test_the_declared_shapes_and_dtypes_are_those_of_the_results():
             assert one is None or (one.shape, one.dtype) == (symbolic(other).shape, symbolic(other).dtype), kernel.name
         checked.add(kernel.name)
     layers = [activations, attention, context_attention, conv, embedding, float8, group_norm, heads, loss]
-    layers += [linear, norm, product]
+    layers += [experts, linear, norm, product, routing]
     found = [value for layer in (*layers, sequence) for value in vars(layer).values()]
     assert checked == {one.name for one in found if isinstance(one, Kernel) and not isinstance(one, PlannedKernel)}
 

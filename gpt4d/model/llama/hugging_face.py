@@ -25,6 +25,20 @@ CLASS, FOLDER, FILE, HAS_TOKENIZER = "transformers.AutoModelForCausalLM", "", "m
 PIPELINE_TAG, USAGE = "text-generation", TEXT_USAGE
 BASE, BUFFERS = "model.", r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
 
+# Settings of transformers that a Llama shares with other families.
+SETTINGS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "rope_parameters",
+)
 _NAMES = {
     "tokens.weight": ["model.embed_tokens.weight"],
     "norm.weight": ["model.norm.weight"],

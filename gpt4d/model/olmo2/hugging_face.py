@@ -19,19 +19,6 @@ CLASS, FOLDER, FILE, HAS_TOKENIZER = llama.CLASS, llama.FOLDER, llama.FILE, llam
 PIPELINE_TAG, USAGE, BASE, BUFFERS = llama.PIPELINE_TAG, llama.USAGE, llama.BASE, llama.BUFFERS
 
 _NORMS = {"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
-_SETTINGS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-    "rope_parameters",
-)
 
 
 def names(name: str, config: Olmo2Config) -> list[str]:
@@ -66,7 +53,7 @@ def hf_config(config: Olmo2Config) -> "PretrainedConfig":
 
     values = llama.hf_config(config.llama).to_dict()
     no_tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    settings = {key: values[key] for key in _SETTINGS} | no_tokens
+    settings = {key: values[key] for key in llama.SETTINGS} | no_tokens
     return transformers.Olmo2Config(architectures=["Olmo2ForCausalLM"], **settings)
 
 

@@ -63,6 +63,9 @@ class Axis:
     def start_shift(self, tensor: torch.Tensor, parameter: nn.Parameter | None = None) -> Pending:
         return start_shift(tensor, self, parameter)
 
+    def start_all_to_all(self, sent: torch.Tensor, sent_rows: Sequence[int], received_rows: Sequence[int]) -> Pending:
+        return start_all_to_all(sent, sent_rows, received_rows, self)
+
     def all_reduce(self, tensor: torch.Tensor, op: str = SUM, parameter: nn.Parameter | None = None) -> torch.Tensor:
         return self.start_all_reduce(tensor, op, parameter, overlaps=False).wait()
 
@@ -149,26 +152,31 @@ def _start(
 
 
 def start_all_to_all(
-    sent: torch.Tensor, sent_counts: Sequence[int], received_counts: Sequence[int], axis: Axis
+    sent: torch.Tensor,
+    sent_rows: Sequence[int],
+    received_rows: Sequence[int],
+    axis: Axis,
+    parameter: nn.Parameter | None = None,
 ) -> Pending:
-    """Start to send parts of ``sent`` [elements] to the ranks of the axis, and to receive parts from them.
+    """Start to send parts of ``sent`` along dim 0 to the ranks of the axis, and to receive parts from them.
 
     Args:
         sent: the parts for all ranks, in the order of the ranks; this rank's own part is copied.
-        sent_counts: number of elements for each rank.
-        received_counts: number of elements from each rank.
+        sent_rows: extent of dim 0 of the part for each rank.
+        received_rows: extent of dim 0 of the part from each rank.
         axis: its process group exchanges the parts.
+        parameter: belongs to the layer that communicates.
     """
     if axis.size == 1:
         return Pending(sent)
-    traffic, received = axis.traffic, sent.new_empty(sum(received_counts))
-    collective = traffic.start(f"all_to_all {axis.name}")
+    traffic, received = axis.traffic, sent.new_empty((sum(received_rows), *sent.shape[1:]))
+    collective = traffic.start(f"all_to_all {axis.name}", parameter)
     with traffic.named_range(collective.name), traffic.track_wait(collective):
         work = dist.all_to_all_single(
-            received, sent, list(received_counts), list(sent_counts), group=axis.group, async_op=True
+            received, sent, list(received_rows), list(sent_rows), group=axis.group, async_op=True
         )
         handle = Works([work]) if sent.is_cpu else work
-        sent_bytes = (sent.numel() - sent_counts[axis.index]) * sent.itemsize
+        sent_bytes = sent.nbytes - sent[0:1].nbytes * sent_rows[axis.index]
         return Pending(received, InFlightCollective(traffic, handle, sent.device, sent_bytes), source=sent)
 
 

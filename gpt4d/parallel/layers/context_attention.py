@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from gpt4d.parallel.engine.interleave import YieldPoint
-from gpt4d.parallel.layers.heads import GatheredFunction, ShardFunction, StackedFunction
+from gpt4d.parallel.layers.exchange import SentFunction, exchanged
+from gpt4d.parallel.layers.heads import StackedFunction
 from gpt4d.parallel.layers.product import cast, placeholder
 from gpt4d.parallel.layers.sequence import segments_of
 from gpt4d.parallel.symbolic.kernels import Function, kernel
@@ -171,8 +172,8 @@ class SharedKeys(ABC):
         """Return the blocks of all steps with their masks. ``documents`` and ``window`` as for ``segment_mask``."""
 
     @abstractmethod
-    def start(self, keys: Any) -> Any:
-        """Start to receive the keys and values of the step after the step with ``keys``."""
+    def start(self, sent: Any) -> Any:
+        """Start to receive the keys and values of the step after the step with the keys ``sent``."""
 
     @abstractmethod
     def add_gradients(self, keys: Any, found: list[BlockGradients]) -> None:
@@ -215,15 +216,15 @@ class GatheredKeys(SharedKeys):
             blocks.append((Block(place * length, (place + 1) * length, first_key, stop_key), mask))
         return [[], blocks]
 
-    def start(self, keys: Any) -> Any:
-        return self.axis.start_all_gather(keys).then(lambda gathered: in_sequence_order(gathered, self.axis.size))
+    def start(self, sent: Any) -> Any:
+        return self.axis.start_all_gather(sent).then(lambda gathered: in_sequence_order(gathered, self.axis.size))
 
     def add_gradients(self, keys: Any, found: list[BlockGradients]) -> None:
-        self.start_scatter(add_blocks_(no_gradient(keys), found))
+        self.start_gradient(add_blocks_(no_gradient(keys), found))
 
-    def start_scatter(self, d_keys: Any) -> None:
+    def start_gradient(self, d_received: Any) -> None:
         """Start to reduce-scatter the gradients [2, B, S, g, s]."""
-        self.gradient = self.axis.start_reduce_scatter(in_rank_order(d_keys, self.axis.size))
+        self.gradient = self.axis.start_reduce_scatter(in_rank_order(d_received, self.axis.size))
 
 
 class RingKeys(SharedKeys):
@@ -254,8 +255,8 @@ class RingKeys(SharedKeys):
 
         return [[*blocks(self._rank(step))] for step in range(self.axis.size)]
 
-    def start(self, keys: Any) -> Any:
-        return self.axis.start_shift(keys)
+    def start(self, sent: Any) -> Any:
+        return self.axis.start_shift(sent)
 
     def add_gradients(self, keys: Any, found: list[BlockGradients]) -> None:
         earlier = no_gradient(keys) if self.gradient is None else self.gradient.wait()
@@ -273,11 +274,17 @@ def own_block(q: Any) -> Block:
 
 async def gathered_keys(k: Any, v: Any, axis: Any) -> tuple[Any, Any]:
     """Return the keys and values [B, S, g, s] of complete sequences. The backward reduce-scatters their gradients."""
-    shared = GatheredKeys(axis)
-    shard = ShardFunction.apply(StackedFunction.apply(k, v), shared)
-    pending = shared.start(shard.detach())
-    await YieldPoint()
-    return GatheredFunction.apply(shard, pending.wait(), shared).unbind()
+    (gathered,) = await exchanged((StackedFunction.apply(k, v), GatheredKeys(axis)))
+    return gathered.unbind()
+
+
+class ShardFunction(SentFunction):
+    """This rank's keys and values, which the attention uses too."""
+
+    @staticmethod
+    def forward(ctx, sent, exchange: Any):
+        ctx.exchange = exchange
+        return sent.view_as(sent)
 
 
 class SharedAttentionFunction(Function):

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from gpt4d.parallel.engine.interleave import YieldPoint
 from gpt4d.parallel.layers import sharding
+from gpt4d.parallel.layers.exchange import GatheredFeatures, exchanged
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
-from gpt4d.parallel.layers.product import FEATURES, placeholder, start_gather, start_scatter
 from gpt4d.parallel.symbolic.kernels import Function, TorchFunction, kernel, planned_kernel
 
 
@@ -88,59 +87,6 @@ class SelectedHeadsFunction(TorchFunction):
         return gradient_of_heads(d_heads, ctx.count), None
 
 
-class _Gathering:
-    """The collectives of one all-gather of features and of its backward."""
-
-    def __init__(self, axis: Any):
-        self.axis = axis
-        self.gradient: Any = None  # reduce-scatter of the shard's gradient
-
-    def start_scatter(self, d_gathered: Any) -> None:
-        """Start to reduce-scatter the ranks' gradients."""
-        self.gradient = start_scatter(d_gathered, self.axis, FEATURES)
-
-    def take_gradient(self) -> Any:
-        """Wait for the gradient of the shard."""
-        pending, self.gradient = self.gradient, None
-        return pending.wait()
-
-
-class ShardFunction(Function):
-    """A shard of a tensor that ranks exchange. Its backward waits for the gradient, ``exchange.take_gradient()``."""
-
-    @staticmethod
-    def forward(ctx, shard, exchange: Any):
-        ctx.exchange = exchange
-        return shard.view_as(shard)
-
-    @staticmethod
-    def backward(ctx, d_shard):
-        return ctx.exchange.take_gradient(), None
-
-
-class GatheredFunction(Function):
-    """A gathered tensor. Its backward starts the reduce-scatter of the ranks' gradients, ``exchange.start_scatter``."""
-
-    @staticmethod
-    def forward(ctx, shard, gathered, exchange: Any):
-        ctx.shape, ctx.exchange = shard.shape, exchange
-        return gathered.view_as(gathered)
-
-    @staticmethod
-    def backward(ctx, d_gathered):
-        ctx.exchange.start_scatter(d_gathered)
-        return placeholder(d_gathered, ctx.shape), None, None
-
-
-async def gather_features(x: Any, axis: Any) -> Any:
-    """All-gather features over an axis; the backward reduce-scatters their gradients."""
-    gathering = _Gathering(axis)
-    shard = ShardFunction.apply(x, gathering)
-    pending = start_gather(shard.detach(), axis, FEATURES)
-    await YieldPoint()
-    return GatheredFunction.apply(shard, pending.wait(), gathering)
-
-
 @dataclass(frozen=True)
 class KeyValueHeadsSpec(LayerSpec):
     """Columns of keys and values [..., columns over axes] → the heads [..., heads, size] that this rank needs.
@@ -172,7 +118,7 @@ class KeyValueHeadsSpec(LayerSpec):
         if layer.gathered:
             columns = StackedFunction.apply(k, v)
             for axis in layer.gathered:
-                columns = await gather_features(columns, axis)
+                (columns,) = await exchanged((columns, GatheredFeatures(axis)))
             k, v = columns.unbind()
         return _needed(k, layer), _needed(v, layer)
 

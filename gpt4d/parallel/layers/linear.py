@@ -157,7 +157,7 @@ class LinearSpec(LayerSpec):
         matrices = None
         if self.group == "matrices":
             interleaved = fused is None and len(self.matrices) > 1
-            matrices = Matrices(len(shape), None if fused is None else 1, self._pieces if interleaved else ())
+            matrices = Matrices(len(shape), () if fused is None else (1,), self._pieces if interleaved else ())
         weight = ParameterSpec(
             (self.in_features, *shape),
             layout,

@@ -93,6 +93,7 @@ class StageRuntime:
             self._steps[microbatches] = self._plan_step(microbatches)
         plan = self._steps[microbatches]
         stage.weights.schedule.begin(plan.weights, plan.weight_contributions)
+        stage.weights.loss_divisor = divisor
         # The first stage finishes last. Reductions on other stages delay the gradient that it waits for.
         self.reducer.begin(plan.contributions, overlaps_backward=stage.index == 0)
         if not stage.module.training:

@@ -71,6 +71,10 @@ class SymbolicAxis:
     def start_shift(self, tensor: SymbolicTensor, parameter: Any = None) -> Pending:
         return self._start("shift", tensor if self.size == 1 else tensor.like().new(), tensor)
 
+    def start_all_to_all(self, sent: SymbolicTensor, sent_rows: Sequence[int], received_rows: Sequence[int]) -> Pending:
+        received = sent if self.size == 1 else sent.like((sum(received_rows), *sent.shape[1:])).new()
+        return self._start("all_to_all", received, sent)
+
     def all_reduce(self, tensor: SymbolicTensor, op: str = SUM, parameter: Any = None) -> SymbolicTensor:
         return self.start_all_reduce(tensor).wait()
 
@@ -158,6 +162,8 @@ class SymbolicWeights(Weights):
     def records_gradients(self) -> bool:
         return self.device.records
 
+    def add_statistics(self, layer: Any, values: SymbolicTensor) -> None: ...
+
     def _checkpointed(
         self, function: Callable, inputs: Sequence[Any], around: Callable[[], AbstractContextManager]
     ) -> Any:
@@ -172,7 +178,7 @@ class SymbolicWeights(Weights):
                 this.add_contribution(name, gradient)
 
             spec, dtype = self.parameters[name], MASTER_DTYPE
-            if spec.frozen:
+            if spec.frozen and not spec.state:
                 dtype = self.context.compute_dtype
             shard = tape.leaf(self.device, self._shapes[name], dtype, add)
             if spec.frozen and not spec.streamed:
@@ -191,7 +197,7 @@ class SymbolicWeights(Weights):
     def unsharded(self, name: str) -> SymbolicTensor:
         """Return a weight of this device's (x, y) place in the dtype of its master, without memory."""
         shard = self.shard(name)
-        parts = self.context.grid.z.size if "z" in self.parameters[name].layout.axes else 1
+        parts = self.context.grid.z.size if self.parameters[name].gathered else 1
         return shard.like((shard.shape[0] * parts, *shard.shape[1:]))
 
     @property
@@ -221,7 +227,7 @@ class _SymbolicWeightDevice:
 
     def is_split(self, weight: str) -> bool:
         weights = self.weights
-        return weights.context.grid.z.size > 1 and "z" in weights.parameters[weight].layout.axes
+        return weights.context.grid.z.size > 1 and weights.parameters[weight].gathered
 
     def start_gather(self, weight: str) -> Pending:
         weights = self.weights

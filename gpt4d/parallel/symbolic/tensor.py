@@ -42,6 +42,7 @@ class SymbolicDevice(Protocol):
     numbers: Iterator[int]  # numbers of the nodes in the autograd graph, in the order of their creation
     records: bool  # calls are recorded for a backward
     recomputation: Any  # replaces saved tensors within blocks that are recomputed
+    imbalance: float  # rows that the busiest rank's experts receive, divided by the mean
 
     def compute(self, computation: Computation) -> None:
         """Account for a product or elementwise operations."""

@@ -1,0 +1,284 @@
+"""Experts of a mixture on the 4-D grid: z splits the experts, x and y split each expert's features. No torch here.
+
+Each rank sends the activations of its tokens to the ranks of z that have their experts. The number of rows that an
+expert receives depends on the routing, and no token is dropped.
+
+Shapes: T: tokens of this rank; K: experts of a token; R: rows that this rank receives, one for each pair of a token and
+an expert; E: experts of this rank; H, N: its features of the residual stream and within experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from gpt4d.parallel.engine.interleave import YieldPoint
+from gpt4d.parallel.layers.exchange import AllToAll, Summed, SummedGradient, exchanged
+from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
+from gpt4d.parallel.layers.product import TOKENS, ProductContext, Recomputable, multiply, start_gather
+from gpt4d.parallel.layers.routing import Routing
+from gpt4d.parallel.layout import Layout, Matrices, ParameterSpec
+from gpt4d.parallel.symbolic.kernels import Function, kernel
+from gpt4d.parallel.symbolic.tensor import SymbolicTensor
+
+
+def _flops(rows_RK, weight_EKN) -> int:
+    features, *columns = weight_EKN.shape[1:]
+    product = 2 * rows_RK.shape[0] * features
+    for extent in columns:
+        product *= extent
+    return product
+
+
+@kernel(flops=lambda x_RK, weight, rows_E: _flops(x_RK, weight))
+def grouped_linear(x_RK, weight, rows_E):
+    """Return the product of each row with its expert's weight.
+
+    Args:
+        x_RK: rows in the order of their experts.
+        weight: [E, K, *N].
+        rows_E: number of rows of each expert, int64.
+    """
+    return x_RK.like((x_RK.shape[0], *weight.shape[2:]))
+
+
+@kernel(flops=lambda d_out_RN, weight, x_RK, rows_E: _flops(x_RK, weight), unread=("x_RK",))
+def grouped_input_gradient(d_out_RN, weight, x_RK, rows_E):
+    """Return the gradient of the input of ``grouped_linear``."""
+    return x_RK.like()
+
+
+@kernel(flops=lambda d_out_RN, x_RK, weight, added_to, rows_E: _flops(x_RK, weight), unread=("weight",))
+def grouped_weight_gradient(d_out_RN, x_RK, weight, added_to, rows_E):
+    """Return the gradient of the weight in the dtype of its master ``weight``, added to ``added_to`` if given."""
+    return added_to or weight.like()
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedMatmul:
+    """The products of rows with the weights of their experts (gpt4d.parallel.layers.product.Operation)."""
+
+    rows_E: Any
+
+    def forward(self, x_BK, weight, bias):
+        return grouped_linear(x_BK, weight, self.rows_E)
+
+    def input_gradient(self, d_out_BN, weight, x_BK):
+        return grouped_input_gradient(d_out_BN, weight, x_BK, self.rows_E)
+
+    def weight_gradient(self, d_out_BN, x_BK, weight, added_to=None):
+        return grouped_weight_gradient(d_out_BN, x_BK, weight, added_to, self.rows_E)
+
+
+@kernel
+def in_expert_order(experts, count: int):
+    """Return how to sort rows by their experts: the order, the place of each row in it, and the rows of each expert.
+
+    Args:
+        experts: the expert of each row, of any shape, int64.
+        count: number of experts.
+    """
+    rows = experts.like((experts.nbytes // experts.itemsize,))
+    return rows, rows.like(), rows.like((count,))
+
+
+@kernel
+def experts_of_rows(rows_of_ranks, ranks: int, total: int):
+    """Return the expert of each received row, of ``total``.
+
+    ``rows_of_ranks``: number of rows from each rank for each of this rank's experts, rank by rank.
+    """
+    return rows_of_ranks.like((total,))
+
+
+@kernel(moved=lambda x, order, each: 2 * order.shape[0] * x.nbytes // x.shape[0] + order.nbytes)
+def selected_rows(x, order, each: int):
+    """Return the rows of ``x`` that ``order`` lists, where each row of ``x`` counts as ``each`` rows."""
+    return x.like((order.shape[0], *x.shape[1:]))
+
+
+@kernel
+def summed_rows(rows, place, each: int):
+    """Return the sums of ``each`` rows, which are at consecutive entries of ``place``, in this order."""
+    return rows.like((place.shape[0] // each, *rows.shape[1:]))
+
+
+class SelectedRowsFunction(Function):
+    """``selected_rows``. ``place`` is the inverse of ``order``."""
+
+    @staticmethod
+    def forward(ctx, x, order, place, each: int):
+        ctx.place, ctx.each = place, each
+        return selected_rows(x, order, each)
+
+    @staticmethod
+    def backward(ctx, d_rows):
+        if ctx.each == 1:
+            return selected_rows(d_rows, ctx.place, 1), None, None, None
+        return summed_rows(d_rows, ctx.place, ctx.each), None, None, None
+
+
+class SummedRowsFunction(Function):
+    """``summed_rows``. ``order`` is the inverse of ``place``."""
+
+    @staticmethod
+    def forward(ctx, rows, order, place, each: int):
+        ctx.order, ctx.each = order, each
+        return summed_rows(rows, place, each)
+
+    @staticmethod
+    def backward(ctx, d_sums):
+        return selected_rows(d_sums, ctx.order, ctx.each), None, None, None
+
+
+@kernel(fused=True)
+def weighted_swiglu(gate_and_up, weights):
+    """Return ``silu(gate) · up · weight``, [R, N]. ``gate_and_up``: [R, 2, N]; ``weights``: [R, 1]."""
+    return gate_and_up.like((gate_and_up.shape[0], gate_and_up.shape[2]))
+
+
+@kernel(fused=True)
+def weighted_swiglu_gradients(d_out, gate_and_up, weights):
+    """Return the gradients of both arguments of ``weighted_swiglu``; N is summed locally."""
+    return gate_and_up.like(), weights.like()
+
+
+class WeightedSwigluFunction(Function):
+    """``weighted_swiglu``. Only the arguments are saved."""
+
+    @staticmethod
+    def forward(ctx, gate_and_up, weights):
+        ctx.save_for_backward(gate_and_up, weights)
+        return weighted_swiglu(gate_and_up, weights)
+
+    @staticmethod
+    def backward(ctx, d_out):
+        return weighted_swiglu_gradients(d_out, *ctx.saved_tensors)
+
+
+class _Order(NamedTuple):
+    """The order of rows by experts, its inverse, and the number of rows of each expert."""
+
+    order: Any
+    place: Any
+    rows: Any
+
+
+class _Transfer(NamedTuple):
+    """Numbers of rows that this rank sends to each rank of z and receives from it, and the order of received rows."""
+
+    sent: Sequence[int]
+    received: Sequence[int]
+    order: _Order
+
+
+@dataclass(frozen=True)
+class ExpertsSpec(LayerSpec):
+    """Gated MLPs with SiLU, of which each token uses the experts in its ``Routing``: [T, H over y] → [T, H over y].
+
+    The weight of all experts is [experts over z, in, out]: y splits the input features of the first product and x its
+    output features, as for a linear layer. Nothing is gathered over z. A token's output is the sum of its experts'
+    outputs, each multiplied by its weight, in the order of its choices.
+
+    Attributes:
+        hidden: features of the residual stream.
+        inner: features within an expert.
+        experts: number of experts; z divides it.
+        std: standard deviation of the initial weights of the first product.
+        down_std: that of the second product.
+    """
+
+    hidden: int
+    inner: int
+    experts: int
+    std: float = 0.02
+    down_std: float = 0.02
+
+    def parameters(self) -> dict[str, ParameterSpec]:
+        up = (self.experts, self.hidden, 2, self.inner)
+        down = (self.experts, self.inner, self.hidden)
+        each = partial(ParameterSpec, group="matrices", streamed=True, local=True)
+        return {
+            "up": each(up, Layout(("z",), ("y",), (), ("x",)), std=self.std, matrices=Matrices(3, (0, 2))),
+            "down": each(down, Layout(("z",), ("x",), ("y",)), std=self.down_std, matrices=Matrices(2, (0,))),
+        }
+
+    async def forward(self, layer: BoundLayer, x_TH: Any, routing: Routing) -> Any:
+        weights, grid = layer.weights, layer.context.grid
+        x, y, alone, splits = grid.x, grid.y, grid.axis(None), layer.weights.splits_tokens
+        weights_TK, experts_TK = routing
+        if x.size > 1:
+            inputs = (x_TH, SummedGradient(x, splits)), (weights_TK, SummedGradient(x, splits))
+            if splits:
+                arriving = start_gather(experts_TK, x, TOKENS)
+                x_TH, weights_TK = await exchanged(*inputs)
+                experts_TK = arriving.wait()
+            else:
+                x_TH, weights_TK = await exchanged(*inputs)
+        each = experts_TK.shape[1]
+        sent = _Order(*in_expert_order(experts_TK, self.experts))
+        transfer = await self._transfer(layer, sent, experts_TK) if grid.z.size > 1 else None
+        rows = SelectedRowsFunction.apply(x_TH, sent.order, sent.place, each)
+        row_weights = SelectedRowsFunction.apply(weights_TK.flatten().unsqueeze(1), sent.order, sent.place, 1)
+        del x_TH, weights_TK
+        own = sent
+        if transfer:
+            rows, row_weights = await exchanged(
+                *((tensor, AllToAll(grid.z, transfer.sent, transfer.received)) for tensor in (rows, row_weights))
+            )
+            own = transfer.order
+            rows = SelectedRowsFunction.apply(rows, own.order, own.place, 1)
+            row_weights = SelectedRowsFunction.apply(row_weights, own.order, own.place, 1)
+        products = GroupedMatmul(own.rows)
+        gate_and_up = await multiply(rows, layer.up, None, ProductContext(weights, products, y, alone))
+        del rows
+        act = _activated(weights, gate_and_up, row_weights)
+        del gate_and_up, row_weights
+        out = await multiply(act, layer.down, None, ProductContext(weights, products, alone, y, transposed=True))
+        if transfer:
+            out = SelectedRowsFunction.apply(out, own.place, own.order, 1)
+            (out,) = await exchanged((out, AllToAll(grid.z, transfer.received, transfer.sent)))
+        out_TH = SummedRowsFunction.apply(out, sent.order, sent.place, each)
+        if x.size > 1:
+            (out_TH,) = await exchanged((out_TH, Summed(x, splits)))
+        return out_TH
+
+    async def _transfer(self, layer: BoundLayer, sent: _Order, experts_TK: Any) -> _Transfer:
+        """Exchange the numbers of rows of all experts. The host waits for them, because they determine shapes."""
+        z = layer.context.grid.z
+        own = self.experts // z.size
+        pending = z.start_all_to_all(sent.rows, [own] * z.size, [own] * z.size)
+        await YieldPoint()
+        rows_of_ranks = pending.wait()
+        sent_rows, received_rows = _rows_of_ranks(sent, rows_of_ranks, z.size)
+        experts = experts_of_rows(rows_of_ranks, z.size, sum(received_rows))
+        return _Transfer(sent_rows, received_rows, _Order(*in_expert_order(experts, own)))
+
+
+def _rows_of_ranks(sent: _Order, rows_of_ranks: Any, ranks: int) -> tuple[list[int], list[int]]:
+    """Return the numbers of rows that this rank sends to each rank and receives from it, on the host."""
+    if isinstance(rows_of_ranks, SymbolicTensor):
+        total, device = sent.order.shape[0], rows_of_ranks.device
+        return _shares(total, ranks), _shares(round(total * device.imbalance), ranks)
+    sent_rows, received_rows = sent.rows, rows_of_ranks
+    both = sent_rows.new_empty((2, ranks))
+    for row, counts in zip(both, (sent_rows, received_rows), strict=True):
+        row.copy_(counts.view(ranks, -1).sum(1))
+    first, second = both.tolist()
+    return first, second
+
+
+def _shares(total: int, ranks: int) -> list[int]:
+    """Return near-equal numbers of rows of ``ranks`` ranks."""
+    return [total // ranks + (rank < total % ranks) for rank in range(ranks)]
+
+
+def _activated(weights: Any, gate_and_up: Any, row_weights: Any) -> Any:
+    """Return the input of the second product, which is recomputed if products do not keep such inputs."""
+    act = WeightedSwigluFunction.apply(gate_and_up, row_weights)
+    if not weights.recomputes_inputs:
+        return act
+    saved = gate_and_up.detach(), row_weights.detach()
+    return Recomputable(act, lambda: weighted_swiglu(*saved))

@@ -1,0 +1,178 @@
+"""The router of a mixture of experts: the experts of each token and their weights. No torch here.
+
+Shapes: T: tokens of this rank; H: its features of the residual stream; E: all experts; K: experts of a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from gpt4d.parallel.layers.exchange import Summed, exchanged
+from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
+from gpt4d.parallel.layout import Layout, ParameterSpec
+from gpt4d.parallel.symbolic.kernels import Function, kernel
+from gpt4d.parallel.symbolic.tensor import wide_dtype
+
+
+def _flops(x_TH, weight_HE, *_: Any) -> int:
+    return 2 * x_TH.shape[0] * weight_HE.shape[0] * weight_HE.shape[1]
+
+
+@kernel(flops=_flops)
+def router_logits(x_TH, weight_HE):
+    """Return ``x·W`` in float32, or float64 for float64."""
+    return x_TH.like((x_TH.shape[0], weight_HE.shape[1]), wide_dtype(x_TH))
+
+
+@kernel(flops=lambda d_logits_TE, x_TH, weight_HE: 2 * _flops(x_TH, weight_HE))
+def router_gradients(d_logits_TE, x_TH, weight_HE):
+    """Return the gradients of the input and of the weight of ``router_logits``."""
+    return x_TH.like(), weight_HE.like()
+
+
+class Scoring(NamedTuple):
+    """How logits become the weights of a token's experts.
+
+    Attributes:
+        per_token: number of experts of a token.
+        sigmoid: scores are sigmoids of the logits; false: their softmax over all experts.
+        normalized: the weights of a token are divided by their sum.
+    """
+
+    per_token: int
+    sigmoid: bool = False
+    normalized: bool = False
+
+
+class Balance(NamedTuple):
+    """Factors of the additions to the gradient of a token's logits.
+
+    Attributes:
+        loss: factor of Σ load·score over the experts, where ``load`` is the share of tokens of each expert.
+        z_loss: factor of log²(Σ exp(logits)).
+    """
+
+    loss: float
+    z_loss: float
+
+
+@kernel
+def chosen_experts(logits_TE, bias_E, scoring: Scoring):
+    """Return the experts [T, K] with the largest scores, int64. ``bias_E`` is added to the scores; None: nothing."""
+    return logits_TE.like((logits_TE.shape[0], scoring.per_token), "int64")
+
+
+@kernel
+def expert_weights(logits_TE, experts_TK, scoring: Scoring):
+    """Return the weights [T, K] of the chosen experts."""
+    return logits_TE.like(experts_TK.shape)
+
+
+@kernel
+def logits_gradient(d_weights_TK, logits_TE, experts_TK, load_E, scoring: Scoring, balance: Balance):
+    """Return the gradient of the logits from the gradient of ``expert_weights`` and from the losses of ``balance``.
+
+    ``load_E``: the load of each expert; None if there is no balance loss.
+    """
+    return logits_TE.like()
+
+
+@kernel
+def routing_statistics(logits_TE, experts_TK, scoring: Scoring):
+    """Return sums over the tokens, float64 [2·E + 2].
+
+    They are the number of tokens of each expert, the normalized score of each expert, the entropy of the normalized
+    scores, and log²(Σ exp(logits)).
+    """
+    return logits_TE.like((2 * logits_TE.shape[1] + 2,), "float64")
+
+
+class LogitsFunction(Function):
+    """``router_logits`` of this rank's features."""
+
+    @staticmethod
+    def forward(ctx, x_TH, weight_HE):
+        ctx.save_for_backward(x_TH, weight_HE)
+        return router_logits(x_TH, weight_HE)
+
+    @staticmethod
+    def backward(ctx, d_logits_TE):
+        return router_gradients(d_logits_TE, *ctx.saved_tensors)
+
+
+class ExpertWeightsFunction(Function):
+    """``expert_weights``, whose backward adds the gradients of the router's own losses."""
+
+    @staticmethod
+    def forward(ctx, logits_TE, experts_TK, load_E, spec: RouterSpec, weights: Any):
+        ctx.save_for_backward(logits_TE, experts_TK)
+        ctx.load, ctx.spec, ctx.weights = load_E, spec, weights
+        return expert_weights(logits_TE, experts_TK, spec.scoring)
+
+    @staticmethod
+    def backward(ctx, d_weights_TK):
+        spec, each = ctx.spec, 1 / (ctx.spec.layers_of_model * ctx.weights.loss_divisor)
+        balance = Balance(0.0 if ctx.load is None else spec.balance_rate * spec.experts * each, spec.z_loss * each)
+        d_logits_TE = logits_gradient(d_weights_TK, *ctx.saved_tensors, ctx.load, spec.scoring, balance)
+        return d_logits_TE, None, None, None, None
+
+
+class Routing(NamedTuple):
+    """The experts of each token, [T, K], and their weights in float32, or float64 for float64."""
+
+    weights: Any
+    experts: Any
+
+
+@dataclass(frozen=True)
+class RouterSpec(LayerSpec):
+    """Chooses ``scoring.per_token`` experts for each token, [T, H over y] → ``Routing``.
+
+    Two ways balance the load of the experts. With ``balance="loss"``, the gradient of each router includes that of
+    ``balance_rate · E · Σ load·score`` (Switch Transformer, Eq. 4), averaged over all tokens and all routers. ``load``
+    is the share of the previous step's tokens that each expert had. So the gradients do not depend on the division of
+    a batch into microbatches. With ``balance="bias"``, a bias is added to the scores for the choice of experts only.
+    After each step it grows by ``balance_rate`` for an expert with less than the mean load, and falls for the others
+    (Wang et al., 2024). ``state`` [E] is the load or the bias. The step updates it (gpt4d.routing).
+
+    Attributes:
+        hidden: features of the residual stream.
+        experts: number of experts.
+        scoring: computes the weights of experts.
+        layers_of_model: number of routers in the model.
+        balance: ``loss`` or ``bias``.
+        balance_rate: factor of the loss, or change of a bias per step.
+        z_loss: factor of log²(Σ exp(logits)), averaged over all tokens and all routers.
+        std: standard deviation of the initial weight.
+    """
+
+    hidden: int
+    experts: int
+    scoring: Scoring
+    layers_of_model: int
+    balance: str = "loss"
+    balance_rate: float = 0.0
+    z_loss: float = 0.0
+    std: float = 0.02
+
+    def parameters(self) -> dict[str, ParameterSpec]:
+        shape, layout = (self.hidden, self.experts), Layout(("y",), ())
+        mean = self.scoring.per_token / self.experts if self.balance == "loss" else 0.0
+        return {
+            "weight": ParameterSpec(shape, layout, std=self.std, group="head", between_layers=True),
+            "state": ParameterSpec((self.experts,), Layout(()), mean=mean, frozen=True, state=True),
+        }
+
+    async def forward(self, layer: BoundLayer, x_TH: Any) -> Routing:
+        y, weights = layer.context.grid.y, layer.weights
+        logits_TE = LogitsFunction.apply(x_TH, layer.weight)
+        if y.size > 1:
+            (logits_TE,) = await exchanged((logits_TE, Summed(y)))
+        bias_E, load_E = (layer.state, None) if self.balance == "bias" else (None, layer.state)
+        experts_TK = chosen_experts(logits_TE.detach(), bias_E, self.scoring)
+        if weights.records_gradients and not weights.recomputing:
+            weights.add_statistics(layer, routing_statistics(logits_TE.detach(), experts_TK, self.scoring))
+        if not self.balance_rate:
+            load_E = None
+        return Routing(ExpertWeightsFunction.apply(logits_TE, experts_TK, load_E, self, weights), experts_TK)

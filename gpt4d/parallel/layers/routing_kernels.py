@@ -1,0 +1,63 @@
+"""The kernels of routers."""
+
+import torch
+
+from gpt4d.parallel.layers.linear_kernels import matmul
+
+
+def _wide(x):
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def router_logits(x_TH, weight_HE):
+    """Multiply in float32 or float64."""
+    return matmul(_wide(x_TH), weight_HE.to(_wide(x_TH).dtype))
+
+
+def router_gradients(d_logits_TE, x_TH, weight_HE):
+    """Return the gradients of both factors, each in the factor's dtype."""
+    x, weight = _wide(x_TH), weight_HE.to(d_logits_TE.dtype)
+    return matmul(d_logits_TE, weight.t()).to(x_TH.dtype), matmul(x.t(), d_logits_TE).to(weight_HE.dtype)
+
+
+def _scores(logits, scoring):
+    return logits.sigmoid() if scoring.sigmoid else logits.softmax(-1)
+
+
+def _normalized_scores(logits, scoring):
+    scores = _scores(logits, scoring)
+    return scores / scores.sum(-1, keepdim=True) if scoring.sigmoid else scores
+
+
+def chosen_experts(logits_TE, bias_E, scoring):
+    """Return the indices of the largest scores, in descending order."""
+    scores = _scores(logits_TE, scoring)
+    return (scores if bias_E is None else scores + bias_E).topk(scoring.per_token, -1).indices
+
+
+def expert_weights(logits_TE, experts_TK, scoring):
+    """Return the scores of the chosen experts, normalized if ``scoring`` says so."""
+    scores = _scores(logits_TE, scoring).gather(-1, experts_TK)
+    return scores / scores.sum(-1, keepdim=True) if scoring.normalized else scores
+
+
+@torch.enable_grad()
+def logits_gradient(d_weights_TK, logits_TE, experts_TK, load_E, scoring, balance):
+    """Differentiate the weights and the losses with torch's autograd."""
+    logits = logits_TE.detach().requires_grad_()
+    total = (expert_weights(logits, experts_TK, scoring) * d_weights_TK.detach()).sum()
+    if balance.loss:
+        total = total + balance.loss * (_normalized_scores(logits, scoring) * load_E.detach()).sum()
+    if balance.z_loss:
+        total = total + balance.z_loss * logits.logsumexp(-1).square().sum()
+    return torch.autograd.grad(total, logits)[0]
+
+
+def routing_statistics(logits_TE, experts_TK, scoring):
+    """Return the sums over the tokens."""
+    scores = _normalized_scores(logits_TE, scoring).double()
+    counts = scores.new_zeros(logits_TE.shape[1])
+    counts.scatter_add_(0, experts_TK.flatten(), scores.new_ones(()).expand(experts_TK.numel()))
+    entropy = -torch.special.xlogy(scores, scores).sum()
+    z = logits_TE.logsumexp(-1).double().square().sum()
+    return torch.cat((counts, scores.sum(0), entropy[None], z[None]))
