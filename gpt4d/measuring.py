@@ -8,6 +8,7 @@ import torch
 from gpt4d import metrics
 from gpt4d.checkpoint.checkpoint_dir import Progress
 from gpt4d.monitor import StepMetrics, StragglerDetector
+from gpt4d.parallel import routers
 from gpt4d.parallel.stage import Stage
 from gpt4d.plan import ParallelPlan
 from gpt4d.planner.estimate import GIB
@@ -88,6 +89,7 @@ class StepMeter:
             "memory_gib": metrics.peak_memory_gib(device),
             "memory": {"after_step": metrics.used_memory_gib(device), **self.state_gib},
             "comm": comm,
+            **({"moe": routers.summary(step.routing, self.stage.grid.z.size)} if len(step.routing) else {}),
             **task.training_values(self._sample, progress.samples),
         }
 

@@ -25,14 +25,16 @@ class StepMetrics(NamedTuple):
     lr: float
     skipped: bool  # the step left the weights unchanged
     stopping: bool  # a rank has been asked to stop
+    routing: torch.Tensor  # as in gpt4d.step.StepResult, on the host
 
 
 class PendingMetrics:
     """``StepMetrics`` in transfer from the device, so that a GPU can be a step ahead of the loop that reads them."""
 
-    def __init__(self, step: int, lr: float, values: torch.Tensor):
-        """Start the transfer of ``values``: loss, gradient norm, skipped and stopping, float64 [4]."""
-        self.step, self.lr, self.values, self.arrived = step, lr, values, None
+    def __init__(self, step: int, lr: float, values: torch.Tensor, routing: torch.Tensor):
+        """Start the transfer of ``values``: loss, gradient norm, skipped and stopping, float64 [4], and ``routing``."""
+        self.step, self.lr, self.arrived, self.shape = step, lr, None, routing.shape
+        self.values = values = torch.cat((values, routing.flatten()))
         if not values.is_cpu:
             self.values = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
             self.arrived = torch.cuda.current_stream().record_event()
@@ -40,8 +42,8 @@ class PendingMetrics:
     def read(self) -> StepMetrics:
         if self.arrived:
             self.arrived.synchronize()
-        loss, norm, skipped, stopping = self.values.tolist()
-        return StepMetrics(self.step, loss, norm, self.lr, skipped > 0, stopping > 0)
+        (loss, norm, skipped, stopping), routing = self.values[:4].tolist(), self.values[4:].view(self.shape)
+        return StepMetrics(self.step, loss, norm, self.lr, skipped > 0, stopping > 0, routing)
 
 
 @dataclass

@@ -23,6 +23,7 @@ from gpt4d.parallel.layers import attention_kernels, conv_kernels, float8_kernel
 from gpt4d.parallel.layout import spec_of
 from gpt4d.parallel.pipeline.runtime import Compute, StageRuntime
 from gpt4d.parallel.pipeline.stage_links import Copy, Exchange
+from gpt4d.parallel.routers import Routers
 from gpt4d.parallel.sharded_weights import ShardedWeights, compute_dtype
 from gpt4d.parallel.stage import Stage
 from gpt4d.plan import ParallelPlan
@@ -35,6 +36,7 @@ class StepResult(NamedTuple):
     norm: torch.Tensor
     skipped: torch.Tensor
     stopping: torch.Tensor  # > 0: a rank has been asked to stop
+    routing: torch.Tensor  # sums of each router's statistics (gpt4d.parallel.routers); empty without routers
 
 
 def build_stage(
@@ -87,6 +89,7 @@ def build_stage(
         parts=parts,
         layer_weights={place: whole.stage([part]).layer_weights(context.recompute) for place, part in bounds.items()},
         contributions=dict(description.contributions),
+        routers=whole.routers,
         copies=tuple(description.copied),
         cached=() if for_step else cached,
         cached_for_step=cached if for_step else (),
@@ -167,6 +170,7 @@ class TrainStep:
         self.optimizer = Optimizer(
             zip(parameters, self.shards, strict=True), config, stage.grid, stage.weights.context.compute_dtype
         )
+        self.routers = Routers(stage)
         self.runtime = StageRuntime(stage, self.reducer, compute, cuda_graphs)
 
     def __call__(
@@ -187,17 +191,18 @@ class TrainStep:
         squared_norm = gradient_reducer.squared_norm(self._counted, device)
         stopping = torch.full((), float(stop), dtype=torch.float64, device=device)  # torch.tensor synchronizes
         totals = torch.stack((mask_replicas(loss, grid), squared_norm, stopping))
-        totals = grid.world.all_reduce(totals)
-        loss, norm, stopping = totals[0], totals[1].sqrt(), totals[2]
+        totals = grid.world.all_reduce(torch.cat((totals, self.routers.totals().flatten())))
+        loss, norm, stopping, routing = totals[0], totals[1].sqrt(), totals[2], totals[3:].view(self.routers.shape)
         skipped = ~(loss.isfinite() & norm.isfinite())
         if self.is_spike and self.is_spike(loss.item(), norm.item()):
             skipped = torch.ones_like(skipped)
         self.before_update()
         self.optimizer.step(skipped, norm, self.config.clip_norm)
+        self.routers.update(routing, skipped)
         self.reducer.start_param_all_gather()
         self.stage.send_copied_weights()
         self.optimizer.zero_grad(set_to_none=True)
-        return StepResult(loss, norm, skipped, stopping)
+        return StepResult(loss, norm, skipped, stopping, routing)
 
     def evaluate(self, batches: Iterable[Any], microbatches: int) -> torch.Tensor:
         """Return the loss summed over all samples of the job, float64, without training on them."""

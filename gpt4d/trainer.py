@@ -220,7 +220,7 @@ class Trainer:
         progress.units += batch_size * self.task.units_per_sample
         self.task.after_update(progress.step)
         values = torch.stack((result.loss, result.norm, result.skipped.double(), result.stopping))
-        return PendingMetrics(progress.step, lr, values)
+        return PendingMetrics(progress.step, lr, values, result.routing)
 
     def _read(self, pending: PendingMetrics) -> StepMetrics:
         step_metrics = pending.read()

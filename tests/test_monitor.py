@@ -16,7 +16,7 @@ NAN = math.nan
 
 
 def step_metrics(step, loss, norm=1.0, skipped=False):
-    return StepMetrics(step, loss, norm, 1e-3, skipped, stopping=False)
+    return StepMetrics(step, loss, norm, 1e-3, skipped, stopping=False, routing=torch.zeros(0, 2))
 
 
 def test_running_stats_learn_the_level_and_a_spike_does_not_hide_the_next():

@@ -262,6 +262,11 @@ def _check_cuda_graphs(config: Config) -> None:
             "train.cuda_graphs=true: data.reset_attention=true gives attention other shapes in each batch; set one of "
             "these keys to false"
         )
+    if hasattr(config.model, "experts"):
+        raise ConfigError(
+            "train.cuda_graphs=true: the experts of a mixture receive other numbers of tokens in each batch; leave it "
+            "out"
+        )
     if config.data.source == "chat":
         raise ConfigError(
             "train.cuda_graphs=true: data.source=chat gives attention and loss other shapes and divisors in each "

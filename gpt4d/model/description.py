@@ -206,6 +206,12 @@ class Description:
         return found | dict(self.copied)
 
     @cached_property
+    def routers(self) -> dict[str, int]:
+        """The names of all routers of experts, with their numbers of experts."""
+        states = {name: spec for name, spec in self.parameters.items() if spec.state}
+        return {name.rpartition(".")[0]: spec.shape[0] for name, spec in states.items()}
+
+    @cached_property
     def replicated_weights(self) -> frozenset[str]:
         """The names of all prefetched weights that are replicated over z."""
         streamed = ((name, spec) for name, spec in self.parameters.items() if spec.streamed)

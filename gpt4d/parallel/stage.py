@@ -30,6 +30,7 @@ class Stage:
         cached: weights that stay gathered from a microbatch's forward until its backward.
         cached_for_step: weights that stay gathered for all microbatches of a step.
         chunk_contributions: number of chunks per microbatch that contribute to a weight's gradient, by weight.
+        routers: names and numbers of experts of all routers of the model (gpt4d.parallel.routers).
         copies: names of the parameters that are copies of another stage's weights, which that stage saves and updates.
         crossing: names of the tensors on each edge of the pipeline, by producing and consuming virtual stage.
         exchange: the edges to other stages; None if there are none.
@@ -48,6 +49,7 @@ class Stage:
     cached: Collection[str] = ()
     cached_for_step: Collection[str] = ()
     chunk_contributions: Mapping[str, int] = field(default_factory=dict)
+    routers: Mapping[str, int] = field(default_factory=dict)
     copies: Collection[str] = ()
     crossing: Mapping[tuple[int, int], Sequence[str]] = field(default_factory=dict)
     exchange: Exchange | None = None

@@ -131,7 +131,7 @@ def _train(job: Job, plan: ParallelPlan, stage: Stage, task: ReadingTask, direct
         result = train_step(task.batches(step * config.train.batch_size), plan.microbatches, units, lr=0.1)
         task.after_update(step)
         values = torch.stack((result.loss, result.norm, result.skipped.double(), result.stopping))
-        unread.append(PendingMetrics(step, 0.1, values))
+        unread.append(PendingMetrics(step, 0.1, values, result.routing))
         if len(unread) > 1:
             unread.pop(0).read()
         saver.finished(wait=True)
