@@ -282,6 +282,20 @@ MUTATIONS = [
         "local blocks of a Gemma attend to a window",
         "tests/model/test_gemma3.py",
     ),
+    Mutation(
+        "parallel/layers/routing.py",
+        "spec.balance_rate * spec.experts * each",
+        "spec.balance_rate * each",
+        "the balance loss has the factor of transformers'",
+        "tests/model/test_moe.py",
+    ),
+    Mutation(
+        "parallel/routers.py",
+        "(counts.mean() - counts).sign()",
+        "(counts - counts.mean()).sign()",
+        "the bias of an expert with a low load grows",
+        "tests/parallel/test_routers.py",
+    ),
     # The planner
     Mutation(
         "planner/topology.py",

@@ -262,7 +262,7 @@ def test_all_names_of_other_trainers_lead_to_keys_that_exist():
     assert not {*keys.OTHER_NAMES, *keys.REMEDIES} & set(known_keys())
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "olmo2", "gemma3"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "olmo2", "gemma3", "moe"])
 def test_a_model_family_needs_a_size(family):
     assert validate(compose([f"model={family}", "model.layers=1"]), 1).sizes == GridSizes()
     with pytest.raises(ConfigError, match=f"model={family}: a family of models, not a size; choose one of"):

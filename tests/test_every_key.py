@@ -75,7 +75,7 @@ LENGTHS = {"train.steps": "9", "train.tokens": "9e9", "train.epochs": "9"}
 ROPE = ["model.rope_scaling=llama3", "model.rope_factor=8", "model.rope_original_positions=32"]
 FAMILIES = {
     "gpt2": [], "llama": ["model=llama_tiny", *ROPE], "olmo2": ["model=olmo2_tiny", *ROPE],
-    "gemma3": ["model=gemma3_tiny"], "unet": ["model=unet_tiny"],
+    "gemma3": ["model=gemma3_tiny"], "moe": ["model=moe_tiny"], "unet": ["model=unet_tiny"],
 }  # fmt: skip
 BASES = FAMILIES | {"muon": ["optim=muon"]}  # other values of keys are set in addition to these overrides
 RESULTS = {
@@ -118,6 +118,11 @@ RESULTS = {
         "model.window": 32, "model.global_every": 3, "model.query_pre_attn_scalar": 64,
         "model.rope_linear_factor": 2, "model.rope_local_theta": 100,
     },
+    "moe": {
+        "model.experts": 4, "model.experts_per_token": 3, "model.shared_inner": 32, "model.router": "sigmoid",
+        "model.normalized_weights": "false", "model.balance": "bias", "model.balance_rate": 0.02,
+        "model.router_z_loss": 1e-3, "model.qk_norm": "heads",
+    },
     "unet": {
         "model.image_size": 16, "model.image_channels": 1, "model.channels": 64, "model.multipliers": "[1,2,2,4]",
         "model.blocks_per_level": 2, "model.attention_at": "[8]", "model.groups": 16, "model.timesteps": 500,
@@ -141,6 +146,7 @@ DATA = {  # a source that reads the key, and another value
 }
 UNUSED_ON_A_CPU = {"train.cuda_graphs": "true"}  # tests/parallel/test_cuda_graphs.py compares the losses
 UNUSED_WITHOUT_AVERAGES = {"optim.validate_averages": "true"}  # tests/task/test_validation_sets.py compares losses
+OF_THE_PLANNER = {"model.imbalance": "2"}
 UNUSED_ON_TEXT = {"data.skip_long": "false", "logging.sample_images": "8", "logging.sample_steps": "8"}
 
 
@@ -150,7 +156,8 @@ def keys_of(overrides):
 
 def test_every_key_has_a_row_for_its_effect():
     rows = {
-        Effect.NONE: keys_of(NONE_RUN[1]) | {*UNUSED_ON_TEXT, *UNUSED_ON_A_CPU, *UNUSED_WITHOUT_AVERAGES},
+        Effect.NONE: keys_of(NONE_RUN[1])
+        | {*UNUSED_ON_TEXT, *UNUSED_ON_A_CPU, *UNUSED_WITHOUT_AVERAGES, *OF_THE_PLANNER},
         Effect.ROUNDING: {key for _, words in ROUNDING_RUNS.values() for key in keys_of(words)} - {"model.layers"},
         Effect.LENGTH: set(LENGTHS),
         Effect.RESULTS: {key for values in RESULTS.values() for key in values},

@@ -11,11 +11,13 @@ from gpt4d.model import registry
 from gpt4d.runs.__main__ import ListConfig
 
 SCHEMAS = [kind for kind in vars(schema).values() if isinstance(kind, type) and is_dataclass(kind)]
-SCHEMAS += [registry.get(name).config for name in ("gpt2", "llama", "olmo2", "gemma3", "unet")]
+SCHEMAS += [registry.get(name).config for name in ("gpt2", "llama", "olmo2", "gemma3", "moe", "unet")]
 FIELDS = [(kind, field) for kind in SCHEMAS for field in fields(kind) if not field.metadata.get("derived")]
 LIMITED = [row for row in FIELDS if row[1].metadata["limits"] != Limits()]
 RESOLVED = {"DataConfig": {"tokenizer_vocab": None}, "TrainConfig": {"seq_len": 1}}  # their defaults are interpolated
-RESOLVED |= {registry.get(name).config.__name__: {"vocab_size": 1} for name in ("gpt2", "llama", "olmo2", "gemma3")}
+RESOLVED |= {
+    registry.get(name).config.__name__: {"vocab_size": 1} for name in ("gpt2", "llama", "olmo2", "gemma3", "moe")
+}
 
 
 def defaults(kind):

@@ -29,7 +29,7 @@ def test_families_with_different_settings_of_one_key_are_listed():
     keys, meanings = lines[::2], lines[1::2]
     assert all(key.startswith("model.layers=") for key in keys) and len({*keys}) == len(keys) > 1
     assert "    number of blocks" in meanings  # a family may state no meaning
-    assert re.search(r"\[.*gpt2, llama, olmo2.*\]", explain(["model.layers"]))
+    assert re.search(r"\[.*gpt2, llama, moe, olmo2.*\]", explain(["model.layers"]))
 
 
 @pytest.mark.parametrize(

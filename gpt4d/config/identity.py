@@ -26,6 +26,7 @@ class Effect(Enum):
 _EFFECTS = {
     "model": Effect.RESULTS,
     "model.name": Effect.NONE,
+    "model.imbalance": Effect.NONE,
     "model.vocab_multiple": Effect.ROUNDING,
     "data": Effect.DATA,
     "data.name": Effect.NONE,

@@ -17,6 +17,7 @@ FAMILIES = {
     "utransformer": "utransformer_tiny",
     "olmo2": "olmo2_tiny",
     "gemma3": "gemma3_tiny",
+    "moe": "moe_tiny",
 }
 _SPOILED = 0.1  # share of cases of which one number is changed, usually to an impossible one
 
@@ -78,7 +79,10 @@ def _config(model: str, settings: Settings) -> Config:
 def draw(seed: int) -> Case:
     """Return the case of a seed."""
     draw = random.Random(seed)
-    family, plan = draw.choice(list(FAMILIES)), draw.choice(("grid", "grid", "atp", "stages", "stages"))
+    family, plan = (
+        draw.choice([name for name in FAMILIES if name != "moe"]),
+        draw.choice(("grid", "grid", "atp", "stages", "stages")),
+    )
     grids = _grids(draw, plan)
     own = _plan(draw, plan, grids)
     parts = len(grids) * int(str(own.get("parallel.pipeline.chunks_per_stage", 1)))
@@ -125,6 +129,9 @@ def draw(seed: int) -> Case:
             shared |= {"optim.width_transfer": True, "model.base_hidden": draw.choice((5, 64))}
     if draw.random() < 1 / 3:
         shared |= {"optim.algorithm": "muon", "optim.muon.epsilon": 1e-3}  # for the same reason as optim.epsilon
+    if family == "llama" and (mixture := random.Random(f"moe {seed}")).random() < 0.5:
+        family = "moe"
+        _add_experts(mixture, shared, grids)
     return Case(seed, family, plan, sum(grid.devices for grid in grids), shared, own)
 
 
@@ -222,6 +229,23 @@ def _extents(grids: list[GridSizes]) -> tuple[int, int, int]:
         math.lcm(*(grid.x * grid.z for grid in grids)),
         math.lcm(*(grid.y * grid.z for grid in grids)),
     )
+
+
+def _add_experts(draw: random.Random, shared: Settings, grids: list[GridSizes]) -> None:
+    """Replace the MLPs of a Llama by experts."""
+    experts = math.lcm(2, *(grid.z for grid in grids)) * draw.choice((1, 2))
+    del shared["model.qkv_bias"]
+    shared |= {
+        "model.qk_norm": draw.choice(("none", "heads", "all")),
+        "model.experts": experts,
+        "model.experts_per_token": draw.randint(1, min(4, experts)),
+        "model.shared_inner": draw.choice((0, shared["model.inner"])),
+        "model.router": draw.choice(("softmax", "softmax", "sigmoid")),
+        "model.normalized_weights": draw.random() < 0.5,
+        "model.balance": draw.choice(("loss", "loss", "bias")),
+        "model.balance_rate": 0.1,
+        "model.router_z_loss": draw.choice((0.0, 0.1)),
+    }
 
 
 def _vocabulary(draw: random.Random) -> Settings:

@@ -14,7 +14,6 @@ from gpt4d.model.llama.model import describe as describe_llama
 from gpt4d.model.moe.config import MoeConfig
 from gpt4d.model.olmo2.model import Olmo2AttentionSpec
 from gpt4d.model.text import TextModelSpec
-from gpt4d.parallel.engine.interleave import together
 from gpt4d.parallel.layers.experts import ExpertsSpec
 from gpt4d.parallel.layers.heads import Rotary
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
@@ -50,10 +49,8 @@ class MixtureSpec(LayerSpec):
     async def forward(self, layer: BoundLayer, given: Any) -> Any:
         x_TH = given.value if isinstance(given, Recomputable) else given  # saved, because several layers use it
         routing = await layer.router(x_TH)
-        if not self.config.shared_inner:
-            return await layer.experts(x_TH, routing)
-        experts_TH, shared_TH = await together(layer.experts(x_TH, routing), layer.shared(x_TH))
-        return experts_TH + shared_TH
+        shared = layer.shared(x_TH) if self.config.shared_inner else None
+        return await layer.experts(x_TH, routing, shared)
 
 
 @dataclass(frozen=True)

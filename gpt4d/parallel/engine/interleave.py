@@ -51,25 +51,6 @@ def run_alone(coroutine: Coroutine[Any, Any, Result]) -> Result:
         return finished.value
 
 
-async def together(*coroutines: Coroutine[Any, Any, Any]) -> list[Any]:
-    """Run coroutines of one chunk in turns and return their results. The chunk yields when each of them has yielded."""
-    results: dict[int, Any] = {}
-    try:
-        while True:
-            for index, coroutine in enumerate(coroutines):
-                if index not in results:
-                    try:
-                        coroutine.send(None)
-                    except StopIteration as finished:
-                        results[index] = finished.value
-            if len(results) == len(coroutines):
-                return [results[index] for index in range(len(coroutines))]
-            await YieldPoint()
-    finally:
-        for coroutine in coroutines:
-            coroutine.close()
-
-
 Tensors = dict[str, Any]
 
 

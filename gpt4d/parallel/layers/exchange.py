@@ -67,15 +67,26 @@ class ReceivedFunction(Function):
         return placeholder(d_received, ctx.shape), None, None
 
 
+class Exchanges:
+    """Exchanges of activations that start together. ``received`` waits for their results.
+
+    Args:
+        exchanges: activations, each with its exchange.
+    """
+
+    def __init__(self, *exchanges: tuple[Any, Exchange]):
+        self._sent = [(SentFunction.apply(tensor, exchange), exchange) for tensor, exchange in exchanges]
+        self._pending = [exchange.start(tensor.detach()) for tensor, exchange in exchanges]
+
+    async def received(self) -> list[Any]:
+        await YieldPoint()
+        pairs = zip(self._sent, self._pending, strict=True)
+        return [ReceivedFunction.apply(tensor, arrival.wait(), exchange) for (tensor, exchange), arrival in pairs]
+
+
 async def exchanged(*exchanges: tuple[Any, Exchange]) -> list[Any]:
-    """Exchange activations at the same time. Each argument is an activation and its exchange."""
-    sent = [SentFunction.apply(tensor, exchange) for tensor, exchange in exchanges]
-    pending = [exchange.start(tensor.detach()) for tensor, exchange in exchanges]
-    await YieldPoint()
-    return [
-        ReceivedFunction.apply(tensor, arrival.wait(), exchange)
-        for tensor, arrival, (_, exchange) in zip(sent, pending, exchanges, strict=True)
-    ]
+    """Exchange activations at the same time, each with its exchange."""
+    return await Exchanges(*exchanges).received()
 
 
 class GatheredFeatures(_Gradient):

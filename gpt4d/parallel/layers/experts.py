@@ -9,13 +9,13 @@ an expert; E: experts of this rank; H, N: its features of the residual stream an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 from gpt4d.parallel.engine.interleave import YieldPoint
-from gpt4d.parallel.layers.exchange import AllToAll, Summed, SummedGradient, exchanged
+from gpt4d.parallel.layers.exchange import AllToAll, Exchanges, Summed, SummedGradient, exchanged
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.product import TOKENS, ProductContext, Recomputable, multiply, start_gather
 from gpt4d.parallel.layers.routing import Routing
@@ -205,7 +205,10 @@ class ExpertsSpec(LayerSpec):
             "down": each(down, Layout(("z",), ("x",), ("y",)), std=self.down_std, matrices=Matrices(2, (0,))),
         }
 
-    async def forward(self, layer: BoundLayer, x_TH: Any, routing: Routing) -> Any:
+    async def forward(
+        self, layer: BoundLayer, x_TH: Any, routing: Routing, other: Coroutine[Any, Any, Any] | None = None
+    ) -> Any:
+        """Return the output. ``other`` is another layer, which computes while rows travel; its output is added."""
         weights, grid = layer.weights, layer.context.grid
         x, y, alone, splits = grid.x, grid.y, grid.axis(None), layer.weights.splits_tokens
         weights_TK, experts_TK = routing
@@ -223,11 +226,14 @@ class ExpertsSpec(LayerSpec):
         rows = SelectedRowsFunction.apply(x_TH, sent.order, sent.place, each)
         row_weights = SelectedRowsFunction.apply(weights_TK.flatten().unsqueeze(1), sent.order, sent.place, 1)
         del x_TH, weights_TK
-        own = sent
+        own, travelling = sent, None
         if transfer:
-            rows, row_weights = await exchanged(
+            travelling = Exchanges(
                 *((tensor, AllToAll(grid.z, transfer.sent, transfer.received)) for tensor in (rows, row_weights))
             )
+        added_TH = None if other is None else await other
+        if transfer and travelling:
+            rows, row_weights = await travelling.received()
             own = transfer.order
             rows = SelectedRowsFunction.apply(rows, own.order, own.place, 1)
             row_weights = SelectedRowsFunction.apply(row_weights, own.order, own.place, 1)
@@ -243,7 +249,7 @@ class ExpertsSpec(LayerSpec):
         out_TH = SummedRowsFunction.apply(out, sent.order, sent.place, each)
         if x.size > 1:
             (out_TH,) = await exchanged((out_TH, Summed(x, splits)))
-        return out_TH
+        return out_TH if added_TH is None else out_TH + added_TH
 
     async def _transfer(self, layer: BoundLayer, sent: _Order, experts_TK: Any) -> _Transfer:
         """Exchange the numbers of rows of all experts. The host waits for them, because they determine shapes."""
