@@ -67,7 +67,7 @@ class Matrices:
     """How a weight consists of matrices from input features to output features, which Muon orthogonalizes.
 
     Attributes:
-        outputs: the dim of the output features. All further dims, except those in ``fused``, have the input features.
+        outputs: the dim of the output features. All further dims, except the ``fused`` dims, have the input features.
         fused: the dims whose entries are matrices of equal shape, such as the dim of experts, in ascending order.
         pattern: numbers of consecutive output features of each matrix, which repeat along ``outputs``; empty if all
             output features belong to one matrix.

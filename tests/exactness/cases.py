@@ -79,10 +79,8 @@ def _config(model: str, settings: Settings) -> Config:
 def draw(seed: int) -> Case:
     """Return the case of a seed."""
     draw = random.Random(seed)
-    family, plan = (
-        draw.choice([name for name in FAMILIES if name != "moe"]),
-        draw.choice(("grid", "grid", "atp", "stages", "stages")),
-    )
+    family = draw.choice([name for name in FAMILIES if name != "moe"])
+    plan = draw.choice(("grid", "grid", "atp", "stages", "stages"))
     grids = _grids(draw, plan)
     own = _plan(draw, plan, grids)
     parts = len(grids) * int(str(own.get("parallel.pipeline.chunks_per_stage", 1)))

@@ -26,7 +26,7 @@ from tests.rank_pool import RankFailure, RankPool
 from tests.stages import own_stage, own_tokens
 
 TOLERANCE = 1e-10  # relative
-_LARGEST = 1e-7  # of a configuration that rounding changes by more than the tolerance
+_LARGEST = 1e-7  # largest limit of a configuration that rounding changes by more than the tolerance
 _LEARNING_RATE = 0.01
 _END_OF_TEXT = 0
 _REJECTION = re.compile(r"[^\s=]+=\S.*: .+; .+")  # key=value: problem; remedy

@@ -1,6 +1,6 @@
 """Weights and settings of transformers' OlmoeForCausalLM, Qwen3MoeForCausalLM and MixtralForCausalLM.
 
-Their files have one tensor for each matrix of each expert. Attention and norms are those of a Llama.
+Their files have one tensor for each matrix of each expert. Attention and norms have the names of a Llama's.
 """
 
 import json
@@ -32,7 +32,7 @@ _MIXTURE = re.compile(r"blocks\.(\d+)\.mlp\.(router\.weight|router\.state|expert
 
 
 def names(name: str, config: MoeConfig) -> list[str]:
-    """Return transformers' names: those of ``blocks.3.mlp.experts.up`` are gate_proj and up_proj of each expert."""
+    """Return transformers' names: ``blocks.3.mlp.experts.up`` has the weights gate_proj and up_proj of each expert."""
     found = _MIXTURE.fullmatch(name)
     if not found:
         return llama.names(name, config.llama)

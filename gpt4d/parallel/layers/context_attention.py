@@ -279,7 +279,7 @@ async def gathered_keys(k: Any, v: Any, axis: Any) -> tuple[Any, Any]:
 
 
 class ShardFunction(SentFunction):
-    """This rank's keys and values, which the attention uses too."""
+    """This rank's keys and values, with which the attention also computes."""
 
     @staticmethod
     def forward(ctx, sent, exchange: Any):

@@ -187,7 +187,7 @@ class ExpertsSpec(LayerSpec):
         inner: features within an expert.
         experts: number of experts; z divides it.
         std: standard deviation of the initial weights of the first product.
-        down_std: that of the second product.
+        down_std: standard deviation of the initial weights of the second product.
     """
 
     hidden: int

@@ -129,12 +129,13 @@ class Routing(NamedTuple):
 class RouterSpec(LayerSpec):
     """Chooses ``scoring.per_token`` experts for each token, [T, H over y] → ``Routing``.
 
-    Two ways balance the load of the experts. With ``balance="loss"``, the gradient of each router includes that of
+    Two ways balance the load of the experts. With ``balance="loss"``, the loss of the model contains
     ``balance_rate · E · Σ load·score`` (Switch Transformer, Eq. 4), averaged over all tokens and all routers. ``load``
     is the share of the previous step's tokens that each expert had. So the gradients do not depend on the division of
     a batch into microbatches. With ``balance="bias"``, a bias is added to the scores for the choice of experts only.
-    After each step it grows by ``balance_rate`` for an expert with less than the mean load, and falls for the others
-    (Wang et al., 2024). ``state`` [E] is the load or the bias. The step updates it (gpt4d.routing).
+    After each step it grows by ``balance_rate`` for an expert with less than the mean load, and falls by it for an
+    expert with more (Wang et al., 2024). ``state`` [E] is the load or the bias. The step updates it
+    (gpt4d.parallel.routers).
 
     Attributes:
         hidden: features of the residual stream.
