@@ -89,7 +89,11 @@ class StepMeter:
             "memory_gib": metrics.peak_memory_gib(device),
             "memory": {"after_step": metrics.used_memory_gib(device), **self.state_gib},
             "comm": comm,
-            **({"moe": routers.summary(step.routing, self.stage.grid.z.size)} if len(step.routing) else {}),
+            **(
+                {"moe": routers.summary(step.routing, self.stage.weights.context.expert_axis.size)}
+                if len(step.routing)
+                else {}
+            ),
             **task.training_values(self._sample, progress.samples),
         }
 

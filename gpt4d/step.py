@@ -74,7 +74,7 @@ def build_stage(
     weights = ShardedWeights(context, dtype, device)
     parts = {place: whole.part(*part) for place, part in bounds.items()}
     module = registry.build(config.model, weights, list(parts.values()))
-    weights.replicate(description.replicated_weights)
+    weights.change(description.changed)
     if config.optim.uses_muon:
         grid.join()
     if initialized:

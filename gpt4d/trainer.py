@@ -70,7 +70,8 @@ class Trainer:
         stage_plan = plan.stage_of(rank)
         with self._connecting("connecting the ranks of the grid's axes"):
             timeout = gpu.backend_timeout(timeout_s)
-            grid = Grid(stage_plan.sizes, device.type, stage_plan.ranks, timeout, config.parallel.context)
+            context, expert_data = config.parallel.context, config.parallel.expert_data
+            grid = Grid(stage_plan.sizes, device.type, stage_plan.ranks, timeout, context, expert_data)
         self.hang_detector.axes = grid.active_axes
         self.hosts, self.slow = preflight.compare(config, device, collectives.probes(grid.active_axes, device))
         with MAIN.begin("building the model"):

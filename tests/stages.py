@@ -23,7 +23,8 @@ def own_stage(
     """Return, on a rank, the plan of ``config`` and this rank's stage, connected to its neighbors."""
     plan = validate(config, world_size)
     stage_plan = plan.stage_of(dist.get_rank())
-    grid = Grid(stage_plan.sizes, "cpu", stage_plan.ranks, context=plan.config.parallel.context)
+    parallel = plan.config.parallel
+    grid = Grid(stage_plan.sizes, "cpu", stage_plan.ranks, context=parallel.context, expert_data=parallel.expert_data)
     stage = build_stage(plan.config, grid, torch.device("cpu"), dtype, plan=plan)
     if len(plan.stages) > 1:
         connect_stages(plan, stage, ranks_per_host)

@@ -70,7 +70,9 @@ ROUNDING_RUNS = {
                    "parallel.pipeline.strategy=send_recv"]),
     "chunks": (2, ["parallel.pipeline.stages=2", "parallel.pipeline.schedule=interleaved_1f1b", "model.layers=4",
                    "parallel.pipeline.chunks_per_stage=2"]),
+    "experts": (4, ["model=moe_tiny", "parallel.gz=2", "parallel.expert_data=true"]),
 }  # fmt: skip
+OF_THE_MODEL = {"model", "model.layers"}  # the model of such a run
 LENGTHS = {"train.steps": "9", "train.tokens": "9e9", "train.epochs": "9"}
 ROPE = ["model.rope_scaling=llama3", "model.rope_factor=8", "model.rope_original_positions=32"]
 FAMILIES = {
@@ -158,7 +160,7 @@ def test_every_key_has_a_row_for_its_effect():
     rows = {
         Effect.NONE: keys_of(NONE_RUN[1])
         | {*UNUSED_ON_TEXT, *UNUSED_ON_A_CPU, *UNUSED_WITHOUT_AVERAGES, *OF_THE_PLANNER},
-        Effect.ROUNDING: {key for _, words in ROUNDING_RUNS.values() for key in keys_of(words)} - {"model.layers"},
+        Effect.ROUNDING: {key for _, words in ROUNDING_RUNS.values() for key in keys_of(words)} - OF_THE_MODEL,
         Effect.LENGTH: set(LENGTHS),
         Effect.RESULTS: {key for values in RESULTS.values() for key in values},
         Effect.DATA: set(DATA),
@@ -266,7 +268,7 @@ def test_keys_without_effect_change_no_bit_of_a_loss(ranks, tiny, references, tm
 @pytest.mark.parametrize("name", ROUNDING_RUNS)
 def test_keys_that_change_rounding_change_losses_no_further(ranks, tiny, references, tmp_path, name):
     world, words = ROUNDING_RUNS[name]
-    model = [word for word in words if word.startswith("model.layers")]
+    model = [word for word in words if word.partition("=")[0] in OF_THE_MODEL]
     expected = reference(references, ranks, tiny, tmp_path, *model)
     found = losses_of(ranks, tiny, tmp_path, "other", world, words)
     assert found == pytest.approx(expected, rel=1e-5)

@@ -85,6 +85,7 @@ CASES = [  # an unused key, the reason, and the setting that makes a run read it
     ],
     ([TEXT, "optim.schedule=wsd", "optim.decay_from=99", "optim.decay_fraction=0.1"], "until the end of the run",
      ["optim.decay_from=null"]),
+    ([TEXT, "parallel.expert_data=true"], "model=gpt_tiny has no experts", ["model=moe_tiny"]),
     ([TEXT, "parallel.context_exchange=ring"], "parallel.context=1 does not read it; leave it out, or set",
      ["parallel.context=2"]),
     ([TEXT, "parallel.overlap.all_gather=false", "parallel.overlap.prefetch=3"], "",

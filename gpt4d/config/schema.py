@@ -165,6 +165,7 @@ class ParallelConfig:
         "how ranks that share samples exchange keys and values; null: all_gather, or the choice of mode=auto",
         choices=_EXCHANGES,
     )
+    expert_data: bool = setting(False, "data splits experts too, not only z")
     sequence_parallel: bool = setting(False, "split tokens over x between the layers: norms, dropout, residual stream")
     rank_order: str | None = setting(
         None,

@@ -186,6 +186,10 @@ def _in_possible_stages(config: Config) -> str | None:
     return None if is_open else _in_stages(config)
 
 
+def _with_experts(config: Config) -> str | None:
+    return None if hasattr(config.model, "experts") else f"model={config.model.name} has no experts; leave it out"
+
+
 def _on_equal_grids(config: Config) -> str | None:
     given = config.parallel.pipeline.stage_grids
     return None if given is None else "parallel.pipeline.stage_grids has the grid of each stage; leave it out"
@@ -271,6 +275,7 @@ _CONDITIONS: dict[str, Condition] = {
     ),
     "data.processes": _any(_on_text, _before_preparation),
     **{f"parallel.{axis}": _on_equal_grids for axis in ("gx", "gy", "gz", "gdata")},
+    "parallel.expert_data": _with_experts,
     "parallel.context_exchange": _unless("parallel.context", 1, remedy="leave it out, or set parallel.context"),
     "parallel.overlap.prefetch": _unless("parallel.overlap.all_gather", False, remedy="leave it out"),
     **{f"parallel.pipeline.{key}": _in_stages for key in ("cuts", "stage_grids", "chunks_per_stage", "microbatches")},

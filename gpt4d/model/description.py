@@ -22,6 +22,7 @@ from gpt4d.parallel.engine.prefetch import LayerWeights
 from gpt4d.parallel.layout import CHUNK, Layout, ParameterSpec
 
 STREAM = "stream"
+EXPERTS = "model.experts"  # the number of experts of a block, in the user's terms
 BLOCKS = "blocks"  # the layer of a model that consists of its blocks
 
 
@@ -136,6 +137,7 @@ class Description:
         width_exponents: parameters of the first or last unit whose initial values and learning rate a width transfer
             divides by a power of the relative width, with the exponents (gpt4d.model.width).
         replicated: names of the blocks whose weights are replicated over z.
+        expert_data: data splits experts too (``parallel.expert_data``).
         copied: parameters of other stages that units of this stage use.
     """
 
@@ -147,6 +149,7 @@ class Description:
     loss_chunks: int = 1
     width_exponents: Mapping[str, float] = field(default_factory=dict)
     replicated: frozenset[str] = frozenset()
+    expert_data: bool = False
     copied: Mapping[str, ParameterSpec] = field(default_factory=dict)
 
     @cached_property
@@ -202,6 +205,8 @@ class Description:
                 continue
             if spec.gathered and self.replicated and _unit_name(name) in self.replicated:
                 spec = replaced.setdefault(id(spec), spec.replicated())
+            elif spec.local and self.expert_data:
+                spec = replaced.setdefault(id(spec), spec.with_expert_data())
             found[name] = spec
         return found | dict(self.copied)
 
@@ -212,10 +217,12 @@ class Description:
         return {name.rpartition(".")[0]: spec.shape[0] for name, spec in states.items()}
 
     @cached_property
-    def replicated_weights(self) -> frozenset[str]:
-        """The names of all prefetched weights that are replicated over z."""
-        streamed = ((name, spec) for name, spec in self.parameters.items() if spec.streamed)
-        return frozenset(name for name, spec in streamed if "z" not in spec.layout.axes)
+    def changed(self) -> dict[str, ParameterSpec]:
+        """The weights of blocks whose layout the plan changes: they are replicated over z, or data splits them."""
+        own = self.spec.all_parameters
+        return {
+            name: spec for name, spec in self.parameters.items() if name not in self.copied and spec is not own[name]
+        }
 
     def with_replicated_layers(self, count: int) -> Description:
         """Return the same model with the weights of ``count`` blocks replicated over z.
@@ -225,6 +232,11 @@ class Description:
         """
         places = ((2 * number + 1) * len(self.blocks) // (2 * count) for number in range(count))
         return replace(self, replicated=frozenset(self.blocks[place].name for place in places))
+
+    def with_expert_data(self) -> Description:
+        """Return the same model with experts that data splits too."""
+        rules = [replace(rule, axes=("data", "z")) if rule.quantity == EXPERTS else rule for rule in self.rules]
+        return replace(self, rules=tuple(rules), expert_data=True)
 
     @cached_property
     def parameter_counts(self) -> list[tuple[ParameterSpec, int]]:

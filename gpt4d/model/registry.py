@@ -96,6 +96,8 @@ def describe_run(config: Config, grids: Iterable[GridSizes] = ()) -> Description
     ``grids``: the grids of all stages, for which the model is padded. The configuration of a plan is already padded.
     """
     description = describe(config.model.on_grids(grids)).with_replicated_layers(config.parallel.replicated_layers)
+    if config.parallel.expert_data:
+        description = description.with_expert_data()
     if config.train.precision == "fp8":
         description = description.with_float8_rules()
     return replace(description, loss_chunks=config.train.loss_chunks)

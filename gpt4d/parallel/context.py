@@ -27,6 +27,7 @@ class Context:
         sequence_parallel: x splits the tokens between the layers; always false on a grid without x.
         context_ring: keys and values of shared sequences travel around a ring of ranks; false: they are all-gathered.
         float8: linear layers of blocks multiply in float8 (gpt4d.parallel.layers.float8).
+        expert_data: data splits experts too.
     """
 
     grid: Any
@@ -41,9 +42,15 @@ class Context:
     sequence_parallel: bool = False
     context_ring: bool = False
     float8: bool = False
+    expert_data: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sequence_parallel", self.sequence_parallel and self.grid.x.size > 1)
+
+    @property
+    def expert_axis(self) -> Any:
+        """The axis whose ranks have different experts."""
+        return self.grid.batch if self.expert_data else self.grid.z
 
     def head_axes(self, heads: int, stream: str | None = "y") -> tuple[str, ...]:
         """Return the names of the axes that split the heads of an attention, outermost first."""
@@ -76,4 +83,5 @@ def layer_settings(config: Config) -> dict[str, Any]:
         "sequence_parallel": parallel.sequence_parallel,
         "context_ring": parallel.context_exchange == "ring",
         "float8": train.precision == "fp8",
+        "expert_data": parallel.expert_data,
     }

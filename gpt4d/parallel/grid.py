@@ -21,6 +21,8 @@ class Grid:
     The axis ``context`` contains the ranks that share samples and split their tokens: ``context`` ranks with
     consecutive shards of the batch and the same place on x and y.
 
+    The axis ``batch`` contains all ranks with the same place on x and y. It exists on a grid with ``expert_data``.
+
     One more axis, ``world``, contains all ranks of the job. On a GPU, another axis with all ranks of the job uses its
     group: a communicator of NCCL takes more than half a GB. After ``join``, the axis ``stage`` contains all ranks of
     the grid.
@@ -32,6 +34,7 @@ class Grid:
             construct the grid. Without a process group only the grid of one device exists.
         timeout: timeout of the axes' process groups; None for torch's default.
         context: number of ranks that share samples (``parallel.context``). It divides the number of batch shards.
+        expert_data: data splits experts too (``parallel.expert_data``).
     """
 
     x: Axis
@@ -40,6 +43,7 @@ class Grid:
     data: Axis
     world: Axis
     context: Axis
+    batch: Axis
     stage: Axis
 
     def __init__(
@@ -49,6 +53,7 @@ class Grid:
         ranks: Sequence[int] | None = None,
         timeout: timedelta | None = None,
         context: int = 1,
+        expert_data: bool = False,
     ):
         self.sizes, self.device_type, self._timeout = sizes, device_type, timeout
         world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
@@ -64,11 +69,18 @@ class Grid:
             members = [self.ranks[first + i * stride] for i in range(size)]
             setattr(self, name, self._axis(name, members, indices[name]))
             stride *= size
-        first, index = divmod(self.batch_shard, context)
-        plane = sizes.x * sizes.y
+        self.context = self._neighbors("context", context)
+        if expert_data and min(sizes.z, sizes.data) > 1:
+            self.batch = self._neighbors("batch", sizes.batch_shards)
+        else:
+            self.batch = self.data if sizes.z == 1 else self.z
+
+    def _neighbors(self, name: str, count: int) -> Axis:
+        """Return an axis of ``count`` ranks with consecutive shards of the batch and the same place on x and y."""
+        first, index = divmod(self.batch_shard, count)
+        plane = self.sizes.x * self.sizes.y
         here = self.index % plane
-        members = [self.ranks[here + (first * context + place) * plane] for place in range(context)]
-        self.context = self._axis("context", members, index)
+        return self._axis(name, [self.ranks[here + (first * count + place) * plane] for place in range(count)], index)
 
     def _axis(self, name: str, members: list[int], index: int) -> Axis:
         if len(members) == 1:
@@ -103,7 +115,7 @@ class Grid:
         """Return the grid of one device, independent of process groups. It serves shapes, not training."""
         grid = cls.__new__(cls)
         grid.sizes, grid.device_type, grid.ranks = GridSizes(), "cpu", (0,)
-        for name in (*grid.sizes._fields, "context", "world"):
+        for name in (*grid.sizes._fields, "context", "batch", "world"):
             setattr(grid, name, Axis(name))
         grid.index = 0
         return grid
@@ -125,6 +137,8 @@ class Grid:
 
     def __iter__(self) -> Iterator[Axis]:
         yield from (self.x, self.y, self.z, self.data, self.context, self.world)
+        if self.batch.name == "batch":
+            yield self.batch
         if hasattr(self, "stage"):
             yield self.stage
 

@@ -129,6 +129,12 @@ class ParameterSpec:
         assert not self.local
         return replace(self, layout=Layout(*(tuple(axis for axis in dim if axis != "z") for dim in self.layout.dims)))
 
+    def with_expert_data(self) -> "ParameterSpec":
+        """Return the spec of experts that data splits too."""
+        assert self.local
+        _, *others = self.layout.dims
+        return replace(self, layout=Layout(("data", "z"), *others))
+
     def local_elements(self, sizes: GridSizes) -> int:
         """Return the number of elements of a device's shard."""
         return self._elements(self.layout, sizes)
@@ -157,6 +163,6 @@ def over_data(spec: ParameterSpec, sizes: Mapping[str, int]) -> Layout:
     """
     first, *others = spec.layout.dims
     rows = spec.shape[0] // math.prod(sizes[axis] for axis in first)
-    if not spec.streamed or rows % sizes["data"]:
+    if not spec.streamed or "data" in spec.layout.axes or rows % sizes["data"]:
         return spec.layout
     return Layout((*first, "data"), *others)

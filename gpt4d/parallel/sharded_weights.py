@@ -13,7 +13,7 @@ Weights that are replicated over z need no communication here.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -74,11 +74,11 @@ class ShardedWeights(Weights):
         self._names = {parameter: name for name, parameter in parameters.items()}
         self._device.forget_axes()
 
-    def replicate(self, names: Iterable[str]) -> None:
-        """Store these weights unsharded on every rank of z. Call it before they have values."""
-        for name in names:
+    def change(self, specs: Mapping[str, ParameterSpec]) -> None:
+        """Store these weights with other layouts. Call it before they have values."""
+        for name, spec in specs.items():
             parameter: Any = self._parameters[name]
-            parameter.spec = spec_of(parameter).replicated()
+            parameter.spec = spec
             shape = self.context.grid.local_shape(parameter.spec.shape, parameter.spec.layout)
             parameter.data = torch.empty(shape, dtype=parameter.dtype, device=self.device)
         self._device.forget_axes()

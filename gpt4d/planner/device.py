@@ -15,7 +15,7 @@ from gpt4d.parallel.comm import message_size
 from gpt4d.parallel.symbolic.tensor import Computation
 from gpt4d.planner.topology import RankSpan, Speed, message_speed, spans, speed
 
-AXES = (*GridSizes._fields, "context", "world", "stage")
+AXES = (*GridSizes._fields, "context", "batch", "world", "stage")
 KINDS = "all_reduce", "all_gather", "reduce_scatter"  # a calibration measures each
 SHIFT = "shift"  # a message of each rank to the next rank of its group
 _SHORT = 0.1  # share of a channel's busy time: a shorter collective of another axis shares the channel

@@ -46,7 +46,7 @@ def _ranks_within(span: RankSpan, devices: int) -> int:
 def spans(
     sizes: GridSizes, rank_order: str | None = None, world: int | None = None, context: int = 1
 ) -> dict[str, RankSpan]:
-    """Return the span of each axis, of the axis ``context``, and of all devices as ``world``.
+    """Return the span of each axis, of the axes ``context`` and ``batch``, and of all devices as ``world``.
 
     Args:
         sizes: the grid.
@@ -55,8 +55,8 @@ def spans(
         context: number of ranks that share samples (``parallel.context``). Their shards of the batch are consecutive.
     """
     by_axis = {axis: RankSpan(stride, getattr(sizes, axis)) for axis, stride in strides(sizes, rank_order).items()}
-    shared = RankSpan(by_axis["z"].stride, context)
-    return by_axis | {"context": shared, "world": RankSpan(1, world or sizes.devices)}
+    shared, batch = (RankSpan(by_axis["z"].stride, size) for size in (context, sizes.batch_shards))
+    return by_axis | {"context": shared, "batch": batch, "world": RankSpan(1, world or sizes.devices)}
 
 
 def node_size(cluster: ClusterConfig) -> int:

@@ -130,6 +130,7 @@ def draw(seed: int) -> Case:
     if family == "llama" and (mixture := random.Random(f"moe {seed}")).random() < 0.5:
         family = "moe"
         _add_experts(mixture, shared, grids)
+        own["parallel.expert_data"] = mixture.random() < 0.5
     return Case(seed, family, plan, sum(grid.devices for grid in grids), shared, own)
 
 
@@ -231,7 +232,7 @@ def _extents(grids: list[GridSizes]) -> tuple[int, int, int]:
 
 def _add_experts(draw: random.Random, shared: Settings, grids: list[GridSizes]) -> None:
     """Replace the MLPs of a Llama by experts."""
-    experts = math.lcm(2, *(grid.z for grid in grids)) * draw.choice((1, 2))
+    experts = math.lcm(2, *(grid.batch_shards for grid in grids)) * draw.choice((1, 2))
     del shared["model.qkv_bias"]
     shared |= {
         "model.qk_norm": draw.choice(("none", "heads", "all")),

@@ -111,6 +111,7 @@ PLANS = {
     "two stages": (2, ParallelConfig(pipeline=PipelineConfig(stages=2))),
     "stages with grids": (6, ParallelConfig(pipeline=PipelineConfig(stages=2, stage_grids=["1x1x4x1", "1x2x1x1"]))),
     "atp": (4, ParallelConfig(mode="atp", d1=2, d2=2, chunks=2)),
+    "experts over data": (4, ParallelConfig(gz=2, gdata=2, expert_data=True, chunks=2)),
     "shared sequences": (4, ParallelConfig(gz=2, gdata=2, context=2)),
 }
 

@@ -19,6 +19,7 @@ GRIDS = [
     (4, ("parallel.gz=2", "parallel.gx=2", "parallel.sequence_parallel=true", "parallel.chunks=2")),
     (4, ("parallel.gz=4", "train.activation_checkpointing=full", "train.micro_batch_size=1")),
     full(4, ("parallel.pipeline.stages=2", "parallel.gz=2", "parallel.pipeline.microbatches=4")),
+    full(4, ("parallel.gz=2", "parallel.expert_data=true", "train.activation_checkpointing=full")),
     full(3, ("parallel.gz=3", "train.batch_size=18", "optim.shard_states=true")),
     full(4, ("parallel.gz=2", "parallel.gy=2", "train.activation_checkpointing=selective")),
 ]

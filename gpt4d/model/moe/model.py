@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpt4d.config import Divisibility
-from gpt4d.model.description import Description
+from gpt4d.model.description import EXPERTS, Description
 from gpt4d.model.llama.frequencies import frequencies, scale
 from gpt4d.model.llama.model import LlamaAttentionSpec, LlamaBlockSpec, LlamaMLPSpec, norm, residual_std
 from gpt4d.model.llama.model import describe as describe_llama
@@ -79,7 +79,7 @@ def describe(config: MoeConfig) -> Description:
     llama = describe_llama(config.llama)
     rules = [rule for rule in llama.rules if rule.quantity != "model.inner"]
     rules += [
-        Divisibility("model.experts", config.experts, ("z",)),
+        Divisibility(EXPERTS, config.experts, ("z",)),
         Divisibility("model.inner", config.inner, ("x",)),
     ]
     if config.shared_inner:

@@ -1,7 +1,7 @@
 """Experts of a mixture on the 4-D grid: z splits the experts, x and y split each expert's features. No torch here.
 
-Each rank sends the activations of its tokens to the ranks of z that have their experts. The number of rows that an
-expert receives depends on the routing, and no token is dropped.
+With ``parallel.expert_data``, data also splits the experts. Each rank sends the activations of its tokens to the ranks
+with their experts. The number of rows that an expert receives depends on the routing, and no token is dropped.
 
 Shapes: T: tokens of this rank; K: experts of a token; R: rows that this rank receives, one for each pair of a token and
 an expert; E: experts of this rank; H, N: its features of the residual stream and within experts.
@@ -211,6 +211,7 @@ class ExpertsSpec(LayerSpec):
         """Return the output. ``other`` is another layer, which computes while rows travel; its output is added."""
         weights, grid = layer.weights, layer.context.grid
         x, y, alone, splits = grid.x, grid.y, grid.axis(None), layer.weights.splits_tokens
+        ranks = layer.context.expert_axis
         weights_TK, experts_TK = routing
         if x.size > 1:
             inputs = (x_TH, SummedGradient(x, splits)), (weights_TK, SummedGradient(x, splits))
@@ -222,14 +223,14 @@ class ExpertsSpec(LayerSpec):
                 x_TH, weights_TK = await exchanged(*inputs)
         each = experts_TK.shape[1]
         sent = _Order(*in_expert_order(experts_TK, self.experts))
-        transfer = await self._transfer(layer, sent, experts_TK) if grid.z.size > 1 else None
+        transfer = await self._transfer(layer, sent, experts_TK) if ranks.size > 1 else None
         rows = SelectedRowsFunction.apply(x_TH, sent.order, sent.place, each)
         row_weights = SelectedRowsFunction.apply(weights_TK.flatten().unsqueeze(1), sent.order, sent.place, 1)
         del x_TH, weights_TK
         own, travelling = sent, None
         if transfer:
             travelling = Exchanges(
-                *((tensor, AllToAll(grid.z, transfer.sent, transfer.received)) for tensor in (rows, row_weights))
+                *((tensor, AllToAll(ranks, transfer.sent, transfer.received)) for tensor in (rows, row_weights))
             )
         added_TH = None if other is None else await other
         if transfer and travelling:
@@ -245,7 +246,7 @@ class ExpertsSpec(LayerSpec):
         out = await multiply(act, layer.down, None, ProductContext(weights, products, alone, y, transposed=True))
         if transfer:
             out = SelectedRowsFunction.apply(out, own.place, own.order, 1)
-            (out,) = await exchanged((out, AllToAll(grid.z, transfer.received, transfer.sent)))
+            (out,) = await exchanged((out, AllToAll(ranks, transfer.received, transfer.sent)))
         out_TH = SummedRowsFunction.apply(out, sent.order, sent.place, each)
         if x.size > 1:
             (out_TH,) = await exchanged((out_TH, Summed(x, splits)))
@@ -253,13 +254,13 @@ class ExpertsSpec(LayerSpec):
 
     async def _transfer(self, layer: BoundLayer, sent: _Order, experts_TK: Any) -> _Transfer:
         """Exchange the numbers of rows of all experts. The host waits for them, because they determine shapes."""
-        z = layer.context.grid.z
-        own = self.experts // z.size
-        pending = z.start_all_to_all(sent.rows, [own] * z.size, [own] * z.size)
+        axis = layer.context.expert_axis
+        own = self.experts // axis.size
+        pending = axis.start_all_to_all(sent.rows, [own] * axis.size, [own] * axis.size)
         await YieldPoint()
         rows_of_ranks = pending.wait()
-        sent_rows, received_rows = _rows_of_ranks(sent, rows_of_ranks, z.size)
-        experts = experts_of_rows(rows_of_ranks, z.size, sum(received_rows))
+        sent_rows, received_rows = _rows_of_ranks(sent, rows_of_ranks, axis.size)
+        experts = experts_of_rows(rows_of_ranks, axis.size, sum(received_rows))
         return _Transfer(sent_rows, received_rows, _Order(*in_expert_order(experts, own)))
 
 

@@ -99,6 +99,10 @@ class SymbolicGrid:
         self._alone = SymbolicAxis(device, "none", 1)
         self.x, self.y, self.z, self.data = self._axes.values()
         self.context = SymbolicAxis(device, "context", context)
+        several = min(sizes.z, sizes.data) > 1
+        self.batch = (
+            SymbolicAxis(device, "batch", sizes.batch_shards) if several else self.z if sizes.z > 1 else self.data
+        )
 
     def __getitem__(self, name: str) -> SymbolicAxis:
         return self._axes[name]
