@@ -23,12 +23,14 @@ from gpt4d.parallel.layers.attention import AttentionSpec, FusedAttentionSpec
 from gpt4d.parallel.layers.conv import Conv2dSpec
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.embedding import PositionEmbeddingSpec, TokenEmbeddingSpec
+from gpt4d.parallel.layers.experts import ExpertsSpec
 from gpt4d.parallel.layers.group_norm import GroupNormSpec
 from gpt4d.parallel.layers.heads import Rotary
 from gpt4d.parallel.layers.linear import LinearSpec, TiedHeadSpec
 from gpt4d.parallel.layers.loss import cross_entropy_sum
 from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layers.norm import LayerNormSpec, RMSNormSpec
+from gpt4d.parallel.layers.routing import RouterSpec, Routing, Scoring
 from gpt4d.parallel.layers.sequence import TokenIndex
 from gpt4d.parallel.sharded_weights import ShardedWeights
 from tests.gpu import compiling
@@ -196,6 +198,22 @@ def _swiglu(values: Values):
     return nn.Module(), lambda: SwigluFunction.apply(x)
 
 
+def _router(values: Values):
+    s = values.sizes
+    layer = Layer(RouterSpec(s.hidden, 8, Scoring(2, normalized=True), 1, balance_rate=0.1, z_loss=0.1), values.weights)
+    x = values.input(s.batch * s.length, s.hidden)
+    return layer, lambda: run_alone(layer(x)).weights
+
+
+def _experts(values: Values):
+    s, tokens = values.sizes, values.sizes.batch * values.sizes.length
+    layer = Layer(ExpertsSpec(s.hidden, 2 * s.hidden, 8), values.weights)
+    x, weights = values.input(tokens, s.hidden), values.input(tokens, 2)
+    experts = torch.stack([values.ids(4).flatten(), 4 + values.ids(3).flatten()], 1)  # the last expert has no tokens
+    wide = torch.promote_types(values.dtype, torch.float32)
+    return layer, lambda: run_alone(layer(x, Routing(weights.to(wide), experts)))
+
+
 def _dropout(values: Values):
     s = values.sizes
     layer, x = Layer(DropoutSpec(_DROP), values.weights), values.input(s.batch * s.length, s.hidden)
@@ -249,6 +267,8 @@ CASES: dict[str, Case] = {
     "cross-entropy": _cross_entropy,
     "GELU": _gelu,
     "SwiGLU": _swiglu,
+    "router": _router,
+    "experts": _experts,
     "dropout": _dropout,
     "attention": _attention(),
     "attention of documents": _attention(with_documents=True),
@@ -272,11 +292,12 @@ def compute(case: Case, sizes: Sizes, dtype: torch.dtype, device: torch.device) 
         output = call()
         output.backward(values.normal(*output.shape))
     values.weights.finish()
-    gradients = {name: x.grad for name, x in (*values.inputs.items(), *layer.named_parameters())}
+    trained = (*values.inputs.items(), *layer.named_parameters())
+    gradients = {name: x.grad for name, x in trained if x.grad is not None}
     return {"output": output.detach(), **{f"gradient of {name}": grad for name, grad in gradients.items()}}
 
 
-@pytest.mark.gpu(number=1, part=1, limit_s=130, functions=20, work_s=25)
+@pytest.mark.gpu(number=1, part=1, limit_s=145, functions=22, work_s=25)
 def test_layers_agree_with_float64_on_the_cpu(check: Check) -> None:
     device, errors = check.device, check.values.setdefault("errors", {})
     torch.set_float32_matmul_precision("highest")  # no TF32

@@ -86,7 +86,7 @@ def _load(function: type[Function]) -> Callable[..., Any]:
 
 def block_rows(columns: int) -> int:
     """Return the number of rows of a matrix with ``columns`` columns that a CPU converts to float32 at a time."""
-    return max(1, BLOCK_ELEMENTS // columns)
+    return max(1, BLOCK_ELEMENTS // max(1, columns))
 
 
 def num_blocks(matrix: Any, compiled: bool) -> int:
