@@ -67,6 +67,25 @@ def test_a_step_of_shared_sequences_has_no_race_and_keys_arrive_during_attention
     assert overlaps[collective] > 0
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("parallel.gz=2", "parallel.gx=2", "parallel.chunks=2", "model.shared_inner=64"),
+        pytest.param(("parallel.gz=2", "parallel.expert_data=true"), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_a_step_of_experts_has_no_race_and_the_host_waits_for_their_loads_alone(simulate, words):
+    config = compose([
+        "model=moe_tiny", "model.layers=2", "model.hidden=64", "model.inner=64", "model.vocab_size=300",
+        "model.max_positions=16", "train.seq_len=16", "train.batch_size=16", "train.precision=bf16",
+        "optim.algorithm=adamw", "optim.lr=1e-3", *words,
+    ])  # fmt: skip
+    problems, overlaps = simulate(train, config, 4, 1)
+    assert not problems, "\n".join(problems)
+    assert overlaps["all_to_all"] > 0
+
+
 def test_the_sampled_steps_have_every_option_and_all_steps_each_pair_of_options():
     sampled = {option for row in SAMPLE for option in row.items()}
     assert sampled == {(factor, value) for factor, options in FACTORS.items() for value in options}

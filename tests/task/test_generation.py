@@ -10,6 +10,7 @@ from gpt4d.config import Config, GridSizes, TrainConfig
 from gpt4d.data.tokenizers import END_OF_TEXT
 from gpt4d.model.gemma3.config import Gemma3Config
 from gpt4d.model.llama.config import LlamaConfig
+from gpt4d.model.moe.config import MoeConfig
 from gpt4d.model.olmo2.config import Olmo2Config
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.documents import Documents
@@ -135,17 +136,26 @@ GEMMA3 = Gemma3Config(
 )  # fmt: skip
 
 
+MOE = MoeConfig(
+    layers=2, hidden=32, heads=4, key_value_heads=2, head_size=8, inner=24, experts=6, experts_per_token=2,
+    vocab_size=50, vocab_multiple=16, max_positions=16,
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("documents", [lambda *ids: None, documents_of], ids=["across documents", "inside documents"])
-def test_texts_of_a_model_with_a_window_equal_those_without_a_cache(tokenizer, documents):
-    stage = random_stage(GEMMA3, GridSizes())
+@pytest.mark.parametrize("model", [GEMMA3, MOE], ids=["a window", "experts"])
+def test_texts_equal_those_without_a_cache(tokenizer, model, documents):
+    stage = random_stage(model, GridSizes())
     with torch.no_grad():
         stage.module.tokens.weight[END] = 0  # the text does not end early
+        if model is MOE:
+            stage.module.head.weight[:, END] = 0
     texts = continuations(stage, tokenizer, END, PROMPTS, 8, documents, sampling=GREEDY)
     assert texts == [most_likely_text(stage.module, tokenizer, prompt, 8, documents) for prompt in PROMPTS]
     assert len(set(" ".join(texts).split())) > 5
 
 
-MODELS = [TINY_MODEL, LLAMA, OLMO2, GEMMA3]
+MODELS = [TINY_MODEL, LLAMA, OLMO2, GEMMA3, MOE]
 
 
 @pytest.fixture(scope="module")
