@@ -155,15 +155,20 @@ class Recorder(CountingDevice):
         self.events.append("wait")
 
 
-def planned(size: int, ring: bool) -> tuple[list, list, int]:
-    """Return the events of a forward and of a backward on symbolic tensors, and the peak memory of both."""
+def planned(size: int, ring: bool, calls: int = 1) -> tuple[list, list, int]:
+    """Return the events of a forward and of a backward on symbolic tensors, and the peak memory of both.
+
+    The output of each call of attention is the queries of the next call.
+    """
     device, context = Recorder(), Context(Grid.single_device(), torch.float64, context_ring=ring)
     layer = Layer(AttentionSpec(HEADS), ShardedWeights(context, torch.float64))
     shapes = [(SEQUENCES, LENGTH, heads, SIZE) for heads in (HEADS, 2, 2)]
     leaves = [tape.leaf(device, shape, "float64", lambda gradient: None) for shape in shapes]
     ids, axis = SymbolicTensor(device, (SEQUENCES,), "int64"), Grid.single_device().axis(None)
     tokens = TokenIndex(ids, LENGTH, axis, context=SymbolicAxis(device, "context", size))
-    out = run_alone(layer(*leaves, tokens))
+    out, *keys = leaves
+    for _ in range(calls):
+        out = run_alone(layer(out, *keys, tokens)).view(shapes[0])
     forward, device.events = device.events, []
     tape.backward([(out, out.like().new())])
     del out
@@ -179,6 +184,19 @@ def test_planned_shifts_start_before_the_attention_to_the_keys_that_a_rank_has()
     work *= 2.5
     # The gradients of the keys of a step leave after the products, and the gradients of own keys return at the end.
     assert backward == [shift, work, "wait", shift, work, shift, "wait", work, "wait", shift, "wait"]
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_keys_are_in_flight_when_the_backward_of_an_attention_begins(ring):
+    """The backward of the next attention has started to receive them. So they overlap with the layers in between.
+
+    The gradients of keys are in flight during the products with own keys.
+    """
+    _, events, _ = planned(2, ring, calls=3)
+    kinds = [event if event == "wait" else event[0] if isinstance(event, tuple) else "work" for event in events]
+    keys, gradients = ("shift", "shift") if ring else ("all_gather", "reduce_scatter")
+    first, further = ["work", "wait", "work", gradients, "wait"], ["wait", "work", gradients, "work", "wait"]
+    assert kinds == [keys, *first, keys, *further, keys, *further]
 
 
 def test_a_ring_takes_less_memory_than_the_all_gather():

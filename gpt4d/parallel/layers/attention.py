@@ -318,7 +318,9 @@ class AttentionSpec(LayerSpec):
             shared = (RingKeys if layer.context.context_ring else GatheredKeys)(context)
             masked = self.window is not None or documents is not None
             steps = self._masked_steps(q, tokens, shared) if masked else shared.steps(q)
-            call = SharedAttention(shared, steps, self.scale, layer.weights.recomputes)
+            recomputed = layer.weights.recomputes
+            calls = tokens.attention_calls if layer.weights.records_gradients and not recomputed else None
+            call = SharedAttention(shared, steps, self.scale, recomputed, calls)
             return (await call.forward(q, k, v)).flatten(0, 1).flatten(1)
         if context is not None:
             k, v = await gathered_keys(k, v, context)

@@ -6,7 +6,12 @@ h: this rank's query heads; g: its key-value heads; s: size of a head.
 A rank has segments ``index`` and 2·C - 1 - ``index`` of each sequence, in this order, so all ranks have equal work. The
 attention of its 2·L queries has steps: first to the rank's own keys, and then to the keys of other ranks. Keys and
 values of a step arrive during the previous step (``SharedKeys``). Results of blocks are combined by their log-sum-exp,
-as in ring attention (Liu et al., 2023). The backward receives keys and values again, and sends their gradients.
+as in ring attention (Liu et al., 2023).
+
+The backward receives keys and values again, and sends their gradients. The backward of the next attention starts to
+receive the keys of the first step, so that they overlap with the backward of the layers in between. Then the gradients
+of a rank's own keys are computed last, while the last gradients are on their way. The backward's first attention starts
+to receive keys itself, and computes the gradients of its own keys meanwhile.
 """
 
 from __future__ import annotations
@@ -312,18 +317,26 @@ class SharedAttention:
         scale: as for ``AttentionSpec``.
         recomputed: the backward recomputes this call. It uses the received keys and values again if they arrive in one
             step.
+        calls: the calls on the same tokens that will have a backward, in their order; None if the backward starts to
+            receive keys and values when it needs them.
     """
 
     shared: SharedKeys
     steps: list[Step]
     scale: float | None
     recomputed: bool
+    calls: list[SharedAttention] | None = None
     results: Any = None  # tensors that the backward uses: output, statistics, and received keys and values
+    keys: Any = None  # this rank's keys and values, until the backward
+    received: Any = None  # keys and values of the backward's first step, in flight
 
     async def forward(self, q: Any, k: Any, v: Any) -> Any:
         """Return the output [B, 2·L, h, s]."""
-        shard = ShardFunction.apply(StackedFunction.apply(k, v), self.shared)
+        shard = ShardFunction.apply(StackedFunction.apply(k, v), self)
         queries, keys, results = q.detach(), shard.detach(), None
+        if self.calls is not None:
+            self.keys = keys
+            self.calls.append(self)
         for step in self.steps:
             pending = None if step is self.steps[-1] else self.shared.start(keys)
             for block, mask in step:
@@ -339,9 +352,10 @@ class SharedAttention:
 
     def gradients(self, d_out: Any, q: Any, shard: Any, out: Any, statistics: Any, *received: Any) -> tuple[Any, Any]:
         """Return the gradients of queries and, as a placeholder, of keys and values, which ``shared`` sends."""
-        keys, d_queries = shard, None
-        for step in self.steps:
-            pending = None if received or step is self.steps[-1] else self.shared.start(keys)
+        d_queries, pending = None, None if received else self._take_keys()
+
+        def gradients_of(step: Step, keys: Any) -> list[BlockGradients]:
+            nonlocal d_queries
             found = []
             for block, mask in step:
                 d_block, *d_keys = block_gradients(d_out, q, *keys.unbind(), out, statistics, mask, block, self.scale)
@@ -350,13 +364,37 @@ class SharedAttention:
                     d_queries = d_block
                 else:
                     d_queries = add_places_(no_gradient(q) if d_queries is None else d_queries, d_block, block.first)
-            if step is self.steps[0]:
-                self.shared.own = found
-            else:
-                self.shared.add_gradients(keys, found)
-            if step is not self.steps[-1]:
-                keys = received[0] if pending is None else pending.wait()
+            return found
+
+        own, *others = self.steps
+        own_first = pending is None and not received
+        if own_first:
+            pending = self.shared.start(shard)
+            self.shared.own = gradients_of(own, shard)
+        for step in others:
+            keys = received[0] if pending is None else pending.wait()
+            pending = None if step is others[-1] else self.shared.start(keys)
+            self.shared.add_gradients(keys, gradients_of(step, keys))
+        del keys  # not needed for the gradients of own keys
+        if not own_first:
+            self.shared.own = gradients_of(own, shard)
         return d_queries, placeholder(shard, shard.shape)
+
+    def take_gradient(self) -> Any:
+        """Wait for the gradient of this rank's keys and values. Then start the backward of the call before."""
+        gradient = self.shared.take_gradient()
+        if self.calls:
+            before = self.calls[-1]
+            before.received = before.shared.start(before.keys)
+        return gradient
+
+    def _take_keys(self) -> Any:
+        """Return the keys and values of the backward's first step if they are in flight."""
+        if self.calls is not None:
+            last = self.calls.pop()
+            assert last is self, "the backward of attention has another order than the forward"
+        pending, self.received, self.keys = self.received, None, None
+        return pending
 
     def _add(self, results: Any, q: Any, keys: Any, block: Block, mask: Any) -> Any:
         """Return the results of a block, combined with earlier results in the dtype of the statistics."""

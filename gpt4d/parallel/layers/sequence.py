@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +72,7 @@ class TokenIndex:
         cache: keys and values of preceding tokens in generation; None in training.
         context: the axis whose ranks have segments of the same sequences (``parallel.context``); None: every rank has
             complete sequences.
+        attention_calls: calls of gpt4d.parallel.layers.context_attention whose backward has not begun, in their order.
     """
 
     sample_ids: Any
@@ -81,6 +82,7 @@ class TokenIndex:
     num_chunks: int = 1
     cache: KeyValueCache | None = None
     context: Any = None
+    attention_calls: list[Any] = field(default_factory=list, init=False)
 
     def chunk(self, count: int) -> Sequence[TokenIndex]:
         """Split the sequences into ``count`` chunks and return the tokens of each chunk."""
