@@ -22,13 +22,18 @@ def own_stage(
 ) -> tuple[ParallelPlan, Stage]:
     """Return, on a rank, the plan of ``config`` and this rank's stage, connected to its neighbors."""
     plan = validate(config, world_size)
+    return plan, connected_stage(plan, dtype, ranks_per_host)
+
+
+def connected_stage(plan: ParallelPlan, dtype: torch.dtype = torch.float64, ranks_per_host: int = 2) -> Stage:
+    """Return, on a rank, this rank's stage of a plan, connected to its neighbors."""
     stage_plan = plan.stage_of(dist.get_rank())
     parallel = plan.config.parallel
     grid = Grid(stage_plan.sizes, "cpu", stage_plan.ranks, context=parallel.context, expert_data=parallel.expert_data)
     stage = build_stage(plan.config, grid, torch.device("cpu"), dtype, plan=plan)
     if len(plan.stages) > 1:
         connect_stages(plan, stage, ranks_per_host)
-    return plan, stage
+    return stage
 
 
 def own_tokens(values: torch.Tensor, grid: Grid) -> torch.Tensor:

@@ -68,14 +68,15 @@ class TextModelSpec(ModelSpec):
 
         Args:
             model: the layer of this spec.
-            ids_BS: this rank's sequences of token ids.
+            ids_BS: this rank's sequences of token ids; segments of them if ``cache`` is not ``complete``.
             sample_ids_B: their indices in the run, which dropout depends on.
             documents: limits of attention and positions; None: no limits.
             part: one of ``parts``; None if there is only one. Parts but the last return the residual stream [T, H].
             received: as for ``compute``.
             cache: the key-value cache of earlier tokens, whose ``begin`` was called for these tokens.
         """
-        tokens = tokens_of(model.weights, sample_ids_B, ids_BS.shape[1], documents, cache)
+        complete = cache is None or cache.complete
+        tokens = tokens_of(model.weights, sample_ids_B, ids_BS.shape[1], documents, cache, complete)
         part = part or self.parts[0]
         x_TH = self._stream(model, part, ids_BS, tokens, received or {})
         return tokens.restored(self._logits(model, x_TH)) if part.ends else x_TH

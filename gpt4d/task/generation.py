@@ -11,7 +11,7 @@ from gpt4d.model.description import STREAM, EdgeTensor
 from gpt4d.model.edges import edges, plain
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.key_value_cache import KeyValueCache
-from gpt4d.parallel.layers.sequence import TokenIndex
+from gpt4d.parallel.layers.sequence import TokenIndex, own_segments
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.pipeline.runtime import forward_over_stages
 from gpt4d.parallel.pipeline.stage_links import Exchange
@@ -68,7 +68,8 @@ def continued(
 
     Keys and values of earlier tokens are cached: after the prompts, each forward computes one token of each text. Once
     a text exceeds the model's maximum length, each new token changes the positions of its context, which is recomputed.
-    The ranks of data and z compute different texts.
+    The ranks of data and z compute different texts. If there are too few texts, the ranks of ``parallel.context`` have
+    the same text: each computes segments of the prompt, and then all compute the new tokens.
 
     Args:
         stage: this rank's part of the model.
@@ -83,11 +84,13 @@ def continued(
     grid, device = stage.grid, stage.weights.device
     model: Any = stage.module
     settings = model.spec.config
-    capacity = min(settings.max_positions, max(map(len, texts)) + tokens)
-    samples = rounded_up(len(texts), stage.batch_shards)
-    share = samples // grid.sizes.batch_shards
-    own = range(share * grid.batch_shard, min(share * (grid.batch_shard + 1), len(texts)))
-    reader, sampler = _Reader(stage, samples, own, share, capacity, documents), Sampler(sampling, len(texts))
+    ranks = grid.context.size if len(texts) <= grid.sample_shards else 1  # number of ranks with the same text
+    longest = max(map(len, texts)) + tokens
+    capacity = min(settings.max_positions, rounded_up(longest, 2 * ranks) if ranks > 1 else longest)
+    samples = rounded_up(len(texts) * ranks, stage.batch_shards)
+    share, shard = samples // grid.sizes.batch_shards, grid.batch_shard // ranks
+    own = range(share * shard, min(share * (shard + 1), len(texts)))
+    reader, sampler = _Reader(stage, samples, own, share, capacity, documents, ranks), Sampler(sampling, len(texts))
     new: list[list[int]] = [[] for _ in texts]
     growing = [True] * len(texts)
     model.eval()
@@ -99,8 +102,8 @@ def continued(
             complete = grid.x.all_gather(logits.t().contiguous()).t()[:, : settings.vocab_size].float().cpu()
             for index, row in zip(own, complete, strict=True):
                 drawn[index] = sampler.draw(index, grown[index], row)
-        # All ranks use the draws of one rank of each x-y plane, so that ranks that round differently end together.
-        draws = grid.x.index == grid.y.index == 0
+        # All ranks use the draws of one rank per text, so that ranks that round differently end together.
+        draws = grid.x.index == grid.y.index == grid.batch_shard % ranks == 0
         proposed = torch.tensor([*(drawn if draws else [-1] * len(texts)), int(interrupted())], device=device)
         *choices, stop = grid.world.all_reduce(proposed, MAX).tolist()
         if stop:
@@ -125,18 +128,21 @@ class _Reader:
 
     Args:
         stage: this rank's part of the model.
-        samples: number of texts on all ranks, rounded up.
+        samples: number of texts of all ranks together, rounded up.
         own: indices of this rank's texts.
         share: number of texts that each rank computes; some may be empty.
         capacity: maximum number of tokens of a forward.
         documents: as for ``continued``.
+        ranks: number of ranks of the axis ``context`` that have the same texts; 1, or all.
     """
 
-    def __init__(self, stage: Stage, samples: int, own: range, share: int, capacity: int, documents: DocumentsOf):
+    def __init__(
+        self, stage: Stage, samples: int, own: range, share: int, capacity: int, documents: DocumentsOf, ranks: int
+    ):
         self.stage, self.samples, self.own, self.share = stage, samples, own, share
-        self.capacity, self.documents = capacity, documents
+        self.capacity, self.documents, self.ranks = capacity, documents, ranks
         self._cache: KeyValueCache | None = None
-        self._exchanges: dict[int, Exchange | None] = {}  # by the tokens of each text in a forward
+        self._exchanges: dict[int, Exchange | None] = {}  # by this rank's tokens of each text in a forward
 
     def read(self, texts: Sequence[list[int]]) -> torch.Tensor | None:
         """Return the logits [own texts, vocabulary over x] after each own text; None on stages that have no head.
@@ -146,6 +152,7 @@ class _Reader:
         """
         fresh = self._cache is None or any(len(text) > self.capacity for text in texts)
         count = min(self.capacity, max(map(len, texts))) if fresh else 1
+        splits = fresh and self.ranks > 1 and rounded_up(count, 2 * self.ranks) <= self.capacity
         rows = [texts[index][-self.capacity :] for index in self.own]
         rows += [[0]] * (self.share - len(rows))
         if fresh:
@@ -155,25 +162,37 @@ class _Reader:
         first = torch.zeros_like(last) if fresh else last
         on_host = torch.tensor([row + [0] * (self.capacity - len(row)) for row in rows])
         ids = on_host.to(device)
-        places = first[:, None] + torch.arange(count, device=device)
+        if splits:
+            complete = torch.arange(rounded_up(count, 2 * self.ranks), device=device).expand(len(rows), -1)
+            context = self.stage.grid.context
+            places = own_segments(complete, context.size, context.index)
+        else:
+            complete, places = None, first[:, None] + torch.arange(count, device=device)
         sample_ids, documents = torch.arange(len(rows), device=device), self.documents(ids, on_host)
         tokens = TokenIndex(sample_ids, self.capacity, self.stage.grid.axis(None), documents)
         positions = tokens.positions.gather(1, places)
         assert self._cache is not None
-        self._cache.begin(places, positions, documents)
+        self._cache.begin(places, positions, documents, complete)
         model, window, cache = self.stage.module, ids.gather(1, places), self._cache
 
         def compute(part, received):
             out = model(window, sample_ids, None, part, received, cache)
             return {"logits" if part.ends else STREAM: out}
 
-        if count not in self._exchanges:
-            self._exchanges[count] = exchange_for(self.stage, self.samples, count)
+        length = places.shape[1]
+        if length not in self._exchanges:
+            self._exchanges[length] = exchange_for(self.stage, self.samples, length)
         with torch.no_grad():
-            result = forward_over_stages(self.stage, self._exchanges[count], compute)
+            result = forward_over_stages(self.stage, self._exchanges[length], compute)
         if result is None:
             return None
-        return result["logits"][sample_ids, last - first][: len(self.own)]
+        logits = result["logits"]
+        if not splits:
+            return logits[sample_ids, last - first][: len(self.own)]
+        found = logits.new_zeros(len(rows), logits.shape[-1])
+        texts_here, columns = (places == last[:, None]).nonzero(as_tuple=True)
+        found[texts_here] = logits[texts_here, columns]
+        return self.stage.grid.context.all_reduce(found)[: len(self.own)]
 
 
 def exchange_for(

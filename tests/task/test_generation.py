@@ -6,7 +6,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from gpt4d.config import Config, GridSizes, TrainConfig
+from gpt4d.config import Config, GridSizes, ParallelConfig, PipelineConfig, TrainConfig
 from gpt4d.data.tokenizers import END_OF_TEXT
 from gpt4d.model.gemma3.config import Gemma3Config
 from gpt4d.model.llama.config import LlamaConfig
@@ -14,11 +14,13 @@ from gpt4d.model.moe.config import MoeConfig
 from gpt4d.model.olmo2.config import Olmo2Config
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.documents import Documents
+from gpt4d.planner.resolve import resolve
 from gpt4d.step import build_stage
 from gpt4d.task.generation import continuations
 from gpt4d.task.sampling import GREEDY
 from gpt4d.task.task import Sampling
 from tests.grids import TINY_MODEL, build_tiny_stage, full
+from tests.stages import connected_stage
 
 END = 0
 WORDS = [END_OF_TEXT, *(f"w{i}" for i in range(1, TINY_MODEL.vocab_size))]
@@ -36,10 +38,8 @@ def tokenizer():
 def stage():
     """Return a stage in float64 with weights so large that each token depends on all before it."""
     stage = build_tiny_stage(Grid())
+    magnify(stage)
     with torch.no_grad():
-        for name, parameter in stage.module.named_parameters():
-            if "norm" not in name:
-                parameter.mul_(20)
         stage.module.norm.bias.copy_(-stage.module.tokens.weight[END])  # the text does not end early
     return stage
 
@@ -105,11 +105,16 @@ def random_stage(model, sizes):
     """Return a model in float64 with random weights so large that each token depends on all before it."""
     config = Config(model=model, train=TrainConfig(seq_len=12, seed=3))
     stage = build_stage(config, Grid(sizes), torch.device("cpu"), torch.float64)
+    magnify(stage)
+    return stage
+
+
+def magnify(stage):
+    """Make weights so large that each token depends on all before it."""
     with torch.no_grad():
         for name, parameter in stage.module.named_parameters():
             if "norm" not in name:
                 parameter.mul_(20)
-    return stage
 
 
 def texts_on_grid(sizes, tokenizer_json):
@@ -164,6 +169,36 @@ def serial_texts(ranks, tokenizer):
     (texts,) = ranks.run(1, texts_on_grid, GridSizes(), tokenizer.to_str())
     assert all(len(set(" ".join(of_model).split())) > 5 for of_model in texts)
     return texts
+
+
+def shared_text_on_grid(model, parallel, devices, tokenizer_json):
+    """On a rank: the continuation of a prompt whose segments the ranks have, and the shapes of its forwards."""
+    config = Config(
+        model=model, train=TrainConfig(seq_len=24, batch_size=4, seed=3), parallel=ParallelConfig(**parallel)
+    )
+    stage = connected_stage(resolve(config, devices))
+    magnify(stage)
+    seen: list[tuple[int, ...]] = []
+    stage.module.register_forward_pre_hook(lambda _, inputs: seen.append(tuple(inputs[0].shape)))
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    return continuations(stage, tokenizer, END, PROMPTS[2:3], 8, documents_of, sampling=GREEDY), seen
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "devices", "shapes"),
+    [
+        (0, {"gz": 2, "context": 2}, 2, [(1, 6), *[(1, 1)] * 5, (1, 8), (1, 8)]),
+        (1, {"gz": 2, "gdata": 2, "context": 4, "gx": 2, "context_exchange": "ring"}, 8, [(1, 4)]),
+        (3, {"gdata": 3, "context": 3}, 3, [(1, 4), *[(1, 1)] * 5, (1, 16), (1, 16)]),  # 6 does not divide 16
+        full(2, {"gdata": 4, "context": 2}, 4, [(1, 6)]),
+        full(0, {"gdata": 2, "context": 2, "pipeline": PipelineConfig(stages=2)}, 4, [(1, 6)]),
+    ],
+)
+def test_ranks_that_share_sequences_split_a_prompt(ranks, tokenizer, serial_texts, model, parallel, devices, shapes):
+    """Each rank computes equally many tokens of the prompt, and the text is that of one device."""
+    for text, seen in ranks.run(devices, shared_text_on_grid, MODELS[model], parallel, devices, tokenizer.to_str()):
+        assert text == serial_texts[model][2:3]
+        assert seen[: len(shapes)] == shapes
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2, 1), full((4, 1, 1, 1)), full((1, 4, 1, 1))], ids=str)

@@ -314,7 +314,7 @@ class AttentionSpec(LayerSpec):
         documents, mask, context = tokens.documents, None, tokens.context
         assert documents is None or (self.causal and tokens.cache is None), "documents need causality and no cache"
         drops = layer.training and self.dropout > 0
-        if context is not None and not drops:
+        if context is not None and not drops and tokens.cache is None:
             shared = (RingKeys if layer.context.context_ring else GatheredKeys)(context)
             masked = self.window is not None or documents is not None
             steps = self._masked_steps(q, tokens, shared) if masked else shared.steps(q)
@@ -324,7 +324,7 @@ class AttentionSpec(LayerSpec):
             return (await call.forward(q, k, v)).flatten(0, 1).flatten(1)
         if context is not None:
             k, v = await gathered_keys(k, v, context)
-            mask = segments_mask(q, documents, context.size, context.index)
+            mask = segments_mask(q, documents, context.size, context.index) if drops else None
         if tokens.cache is not None:
             (k, v), mask = tokens.cache.extend(layer, k, v), tokens.cache.mask
         if self.window is not None and self.window < k.shape[1]:
