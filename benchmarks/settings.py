@@ -110,6 +110,7 @@ def plain_rates(config: DeviceConfig) -> ClusterConfig:
     return ClusterConfig(
         name="virtual",
         matmul_tflops=config.flops / 1e12,
+        attention_tflops=config.flops / 1e12 if config.skips_masked_products else None,
         memory_gb_s=config.memory_gb_s,
         operation_us=config.launch_us,
         hidden=1.0,

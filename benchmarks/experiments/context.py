@@ -7,9 +7,10 @@ The ranks are virtual devices, first two hosts with four ranks each, and then on
 ``parallel.context``, with x, and with both. Plain torch has ring attention with balanced segments, and Ulysses. All
 contenders first compute real values on this machine: their loss and gradients must agree, and their peaks of memory are
 measured. Then their steps alternate. ``computation_s`` is the time of one virtual device that is as fast as all ranks
-together and does not communicate.
+together and does not communicate. ``planned_s`` is the planner's time of a step, from the rates of links and devices.
 
-The peak of memory is also measured for 1, 2, 4 and 8 ranks per sequence, with ``memory_hidden`` features. The imbalance
+The peak of memory is also measured for 1, 2, 4 and 8 ranks per sequence, with a model of ``memory_layers`` layers and
+``memory_hidden`` features. The imbalance
 of attention between ranks is counted and measured, with segments and with contiguous parts of a sequence.
 """
 
@@ -30,9 +31,11 @@ from benchmarks.cluster import LocalHost
 from benchmarks.context_steps import ContextConfig, context_grids, gradient_file, worker_arguments
 from benchmarks.driver import measure, print_rows
 from benchmarks.interleave import WorkerSpec, interleave
-from gpt4d.config import ConfigError, divisors
+from benchmarks.settings import parse_grid, plain_rates
+from gpt4d.config import Config, ConfigError, ParallelConfig, PipelineConfig, TrainConfig, divisors
 from gpt4d.parallel.comm.collectives import Axis
 from gpt4d.parallel.layers.context_attention import Block, GatheredKeys, block_attention
+from gpt4d.planner.estimate import Estimate
 from gpt4d.testing.virtual_device import VirtualDevice
 
 PACKAGES = ("torch",)
@@ -45,6 +48,7 @@ _COLORS = {"ours": "#7a9cc6", "torch": "#b7b7b7", "waiting": "#d62728"}
 class Settings(ContextConfig):
     exchanges: str = "all_gather"  # how gpt4d exchanges keys and values; of all_gather and ring
     balance_repeats: int = 15  # repetitions of the attention of all ranks
+    memory_layers: int = 4
     memory_hidden: int = 256
     memory_ranks: int = 8  # maximum number of ranks that share the sequence
     warm_up: int = 1
@@ -77,8 +81,24 @@ def steps(settings: Settings, exchanges: Sequence[str]) -> dict:
     print(f"--- {settings.hosts} host(s) with {settings.ranks} ranks each", flush=True)
     rows = measure(settings, specs(settings, exchanges))
     found = with_computation(rows, computation(settings))
+    for row in report.counting(rows):
+        if row["family"] == "ours":
+            row["planned_s"] = planned_seconds(settings, row["name"])
+            print(f"{row['name']}: planned {row['planned_s']:.3f} s, {row['planned_s'] / row['median_s'] - 1:+.1%}")
     print_rows(rows)
     return found
+
+
+def planned_seconds(settings: ContextConfig, name: str) -> float:
+    """Return the planner's seconds of a step on a grid such as ``1x1x1x8/context=8``."""
+    sizes, parallel, _ = parse_grid(name)
+    config = Config(
+        model=settings.work.model,
+        train=TrainConfig(seq_len=settings.length, batch_size=1, precision="fp32"),
+        parallel=ParallelConfig(cache_layers="all", pipeline=PipelineConfig(stages=1), **parallel),
+        cluster=plain_rates(settings),
+    )
+    return Estimate(config, sizes).plan(1).step_time_s
 
 
 def specs(settings: ContextConfig, exchanges: Sequence[str], **changes: object) -> list[WorkerSpec]:
@@ -134,7 +154,7 @@ def memory(settings: Settings) -> list[dict]:
 
     ``over_share`` is the peak relative to the same share of the peak with one rank. Weights are replicated.
     """
-    smaller = replace(settings, hidden=settings.memory_hidden, virtual=False)
+    smaller = replace(settings, layers=settings.memory_layers, hidden=settings.memory_hidden, virtual=False)
     rows: list[dict] = []
     for ranks in divisors(settings.memory_ranks):
         grid = f"1x1x1x{ranks}" + (f"/context={ranks}" if ranks > 1 else "")
@@ -261,11 +281,13 @@ def plot(settings: Settings, results: dict) -> Any:
             axes.barh(place, row["waiting_s"], left=row["busy_s"], color=_COLORS["waiting"])
             spread = [[row["median_s"] - row["min_s"]], [row["max_s"] - row["median_s"]]]
             axes.errorbar(row["median_s"], place, xerr=spread, fmt="none", ecolor="black", capsize=3)
+            if "planned_s" in row:
+                axes.plot(row["planned_s"], place, "d", color="black", markersize=4)
         axes.axvline(found["computation_s"], color="black", linestyle=":")
         axes.set_yticks(range(len(rows)), [f"{row['family']} {row['name']}" for row in rows], fontsize="small")
         axes.invert_yaxis()
         axes.set_title(f"{key.removeprefix('hosts_')} host(s): forward and backward of {results['tokens']:,} tokens")
-        axes.set_xlabel("seconds (median, min–max); dotted: computation alone")
+        axes.set_xlabel("seconds (median, min–max); dotted: computation alone; diamonds: planned")
     memory_rows = results.get("memory", [])
     ranks, peaks = ([row[key] for row in memory_rows] for key in ("context", "peak_mib"))
     below.loglog(ranks, peaks, "o-", color=_COLORS["ours"], label="measured")
