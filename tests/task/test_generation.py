@@ -195,7 +195,7 @@ def shared_text_on_grid(model, parallel, devices, tokenizer_json):
     ],
 )
 def test_ranks_that_share_sequences_split_a_prompt(ranks, tokenizer, serial_texts, model, parallel, devices, shapes):
-    """Each rank computes equally many tokens of the prompt, and the text is that of one device."""
+    """Each rank computes equally many tokens of the prompt, and the text equals the text of one device."""
     for text, seen in ranks.run(devices, shared_text_on_grid, MODELS[model], parallel, devices, tokenizer.to_str()):
         assert text == serial_texts[model][2:3]
         assert seen[: len(shapes)] == shapes

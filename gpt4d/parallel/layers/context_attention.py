@@ -9,9 +9,10 @@ values of a step arrive during the previous step (``SharedKeys``). Results of bl
 as in ring attention (Liu et al., 2023).
 
 The backward receives keys and values again, and sends their gradients. The backward of the next attention starts to
-receive the keys of the first step, so that they overlap with the backward of the layers in between. Then the gradients
-of a rank's own keys are computed last, while the last gradients are on their way. The backward's first attention starts
-to receive keys itself, and computes the gradients of its own keys meanwhile.
+receive the keys of the first step, so that they overlap with the backward of the layers in between. Then a rank
+computes the gradients of its own keys last, and the last collective of gradients overlaps with them. The first
+attention of a backward starts to receive keys itself. It computes the gradients of its own keys first, during the
+collective.
 """
 
 from __future__ import annotations
