@@ -12,6 +12,7 @@ While homes orthogonalize the matrices of one exchange, the next exchange is in 
 previous ones.
 """
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import torch
 
 from gpt4d.config import MuonConfig
 from gpt4d.optim import matrices
-from gpt4d.optim.matrices import Exchange, Matrix, Region
+from gpt4d.optim.matrices import Exchange, Matrix, Region, row_dim
 from gpt4d.parallel.comm import collectives
 from gpt4d.parallel.comm.pending import Pending
 from gpt4d.parallel.gradient_reducer import own_rows
@@ -104,11 +105,13 @@ class _Sharded(NamedTuple):
         shard: the weight, or with sharded optimizer states this rank's rows of it.
         rows: this rank's rows of ``shard`` along data.
         momentum: the momentum of these rows.
+        matrices: views of the matrices in ``shard``.
     """
 
     shard: Any  # parameters with the attribute spec
     rows: Any
     momentum: torch.Tensor
+    matrices: list[torch.Tensor]
 
 
 class _Gathering(NamedTuple):
@@ -140,12 +143,13 @@ class Muon:
         self._device = next(iter(shards.values())).device
         self.weights: dict[str, _Sharded] = {}
         self._matrices: list[Matrix] = []
-        self._places: list[tuple[str, int]] = []  # the weight of each matrix, and its index there
+        # The weight of each matrix, and its index among the weight's matrices that this rank holds; -1: it holds none.
+        self._places: list[tuple[str, int]] = []
         for name, shard in shards.items():
-            rows = shard if "data" in shard.spec.layout.axes else own_rows(shard, grid)
-            self.weights[name] = _Sharded(shard, rows, torch.zeros_like(rows, requires_grad=False))
-            found = matrices.matrices_of(shard.spec, grid.sizes)
-            self._places += [(name, index) for index in range(len(found))]
+            rows, own = own_rows(shard, grid, row_dim(shard.spec)), matrices.views(shard.detach(), shard.spec)
+            self.weights[name] = _Sharded(shard, rows, torch.zeros_like(rows, requires_grad=False), own)
+            found, number = matrices.matrices_of(shard.spec, grid.sizes), itertools.count()
+            self._places += [(name, next(number) if each.is_held_at(grid.indices) else -1) for each in found]
             self._matrices += found
         coordinates = [Grid.coordinates(grid.ranks.index(rank), grid.sizes) for rank in sorted(grid.ranks)]
         planned = matrices.exchanges(self._matrices, coordinates, grid.sizes)
@@ -179,25 +183,26 @@ class Muon:
             if number - 2 in gathering:
                 self._apply(gathering.pop(number - 2), -lr * kept)
 
-    def _directions(self, skipped: torch.Tensor, divisor: torch.Tensor | None) -> list[torch.Tensor]:
-        """Update the momentum, and return this rank's part of each matrix to orthogonalize."""
+    def _directions(self, skipped: torch.Tensor, divisor: torch.Tensor | None) -> dict[str, list[torch.Tensor]]:
+        """Update the momentum, and return this rank's parts of the matrices to orthogonalize, by weight."""
         momentum = self.config.momentum
         weight = (1 - momentum) * (1 - skipped.float())
-        found = []
-        for shard, rows, buffer in self.weights.values():
+        found = {}
+        for name, (shard, rows, buffer, _) in self.weights.items():
             gradient = shard.grad
             if rows is not shard:
-                gradient = gradient.chunk(self.grid.data.size)[self.grid.data.index]
+                gradient = gradient.chunk(self.grid.data.size, row_dim(shard.spec))[self.grid.data.index]
             if divisor is not None:
                 gradient.div_(divisor)
             gradient.masked_fill_(skipped, 0.0)  # it may not be finite
             buffer.lerp_(gradient, weight)
             direction = gradient.lerp_(buffer, momentum) if self.config.nesterov else buffer
-            found += matrices.views(direction, rows.spec)
+            found[name] = matrices.views(direction, rows.spec)
         return found
 
-    def _start_sends(self, program: _Program, directions: list[torch.Tensor]) -> Pending:
-        parts = [directions[message.matrix] for messages in program.sends for message in messages]
+    def _start_sends(self, program: _Program, directions: Mapping[str, list[torch.Tensor]]) -> Pending:
+        places = [self._places[message.matrix] for messages in program.sends for message in messages]
+        parts = [directions[name][place] for name, place in places]
         return self._start_exchange(parts, program.sends, program.receives)
 
     def _start_exchange(
@@ -263,8 +268,8 @@ class Muon:
     def _add(self, index: int, update: torch.Tensor, factor: torch.Tensor) -> None:
         """Add the scaled ``update`` of a matrix, times ``factor``, to its part of this rank's shard."""
         name, place = self._places[index]
-        shard, scale = self.weights[name].shard, SCALES[self.config.scale](*self._matrices[index].sides)
-        matrices.views(shard.detach(), shard.spec)[place].add_(update.to(shard.dtype) * (factor * scale))
+        own, scale = self.weights[name].matrices[place], SCALES[self.config.scale](*self._matrices[index].sides)
+        own.add_(update.to(own.dtype) * (factor * scale))
 
 
 def _parts(received: torch.Tensor, messages: list[list[_Message]]) -> list[tuple[_Message, torch.Tensor]]:

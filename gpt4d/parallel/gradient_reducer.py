@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -13,7 +12,7 @@ from gpt4d.parallel.comm import collectives
 from gpt4d.parallel.comm.collectives import Pending
 from gpt4d.parallel.engine.reduction import Bucket, GradientSums, default_bucket_bytes, gradient_buckets
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layout import over_data, spec_of
+from gpt4d.parallel.layout import spec_of
 from gpt4d.parallel.sharded_weights import ShardedWeights
 
 
@@ -163,14 +162,14 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     return parameter.grad
 
 
-def own_rows(parameter: nn.Parameter, grid: Grid) -> nn.Parameter:
-    """Return a view of this rank's rows of a parameter along data, or the parameter if data does not split it."""
+def own_rows(parameter: nn.Parameter, grid: Grid, dim: int = 0) -> nn.Parameter:
+    """Return a view of this rank's part of a parameter along data, or the parameter if data does not split ``dim``."""
     spec = spec_of(parameter)
-    layout = over_data(spec, grid.sizes._asdict())
-    if grid.data.size == 1 or layout == spec.layout:
+    split = spec.over_data(grid.sizes, dim)
+    if grid.data.size == 1 or split == spec:
         return parameter
-    own: Any = nn.Parameter(parameter.detach().chunk(grid.data.size)[grid.data.index])
-    own.spec = replace(spec, layout=layout)
+    own: Any = nn.Parameter(parameter.detach().chunk(grid.data.size, dim)[grid.data.index])
+    own.spec = split
     return own
 
 

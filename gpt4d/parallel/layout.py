@@ -137,32 +137,28 @@ class ParameterSpec:
 
     def local_elements(self, sizes: GridSizes) -> int:
         """Return the number of elements of a device's shard."""
-        return self._elements(self.layout, sizes)
+        return math.prod(self.shape) // math.prod(getattr(sizes, axis) for axis in self.layout.axes)
+
+    def over_data(self, sizes: GridSizes, dim: int = 0) -> "ParameterSpec":
+        """Return the spec of a device's optimizer states if data splits their ``dim`` too (ZeRO, stage 1).
+
+        The states are not split if data splits the parameter already, if data does not divide a device's part of the
+        dim, or if the parameter is not ``streamed``, as the small vectors are.
+        """
+        dims = list(self.layout.dims)
+        extent = self.shape[dim] // math.prod(getattr(sizes, axis) for axis in dims[dim])
+        if "data" in self.layout.axes or not self.streamed or extent % sizes.data:
+            return self
+        dims[dim] = (*dims[dim], "data")
+        return replace(self, layout=Layout(*dims))
 
     def optimized_elements(self, sizes: GridSizes, shard_states: bool) -> int:
         """Return the number of elements that a device optimizes. ``shard_states``: data splits them (ZeRO-1)."""
         if self.frozen:
             return 0
-        layout = over_data(self, sizes._asdict()) if shard_states else self.layout
-        return self._elements(layout, sizes)
-
-    def _elements(self, layout: Layout, sizes: GridSizes) -> int:
-        return math.prod(self.shape) // math.prod(getattr(sizes, axis) for axis in layout.axes)
+        return (self.over_data(sizes) if shard_states else self).local_elements(sizes)
 
 
 def spec_of(parameter: Any) -> ParameterSpec:
     """Return the spec of a parameter that the sharded weights have created."""
     return parameter.spec
-
-
-def over_data(spec: ParameterSpec, sizes: Mapping[str, int]) -> Layout:
-    """Return the layout of a parameter's optimizer states if data splits them too (ZeRO, stage 1).
-
-    The states have the parameter's own layout if data does not divide its rows, or if it is not ``streamed``, as the
-    small vectors are.
-    """
-    first, *others = spec.layout.dims
-    rows = spec.shape[0] // math.prod(sizes[axis] for axis in first)
-    if not spec.streamed or "data" in spec.layout.axes or rows % sizes["data"]:
-        return spec.layout
-    return Layout((*first, "data"), *others)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from gpt4d.config import GridSizes, OptimConfig
-from gpt4d.optim.matrices import EXCHANGES, Matrix, matrices_of, num_states
+from gpt4d.optim.matrices import EXCHANGES, Matrix, matrices_of, num_states, number_of_places, rows_of
 from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.symbolic.stage import MASTER_BYTES
 from gpt4d.parallel.symbolic.tensor import Computation
@@ -42,9 +42,10 @@ def _update_matrices(
     device: Device, specs: list[ParameterSpec], sizes: GridSizes, config: OptimConfig, element_bytes: int
 ) -> None:
     """Account for gpt4d.optim.muon.Muon. Each device has an equal share of the matrices and of each exchange."""
+    specs = [spec.over_data(sizes) if config.shard_states else spec for spec in specs]
     found = [matrix for spec in specs for matrix in matrices_of(spec, sizes)]
-    rows = sum(spec.optimized_elements(sizes, shard_states=True) for spec in specs)
-    shard = sum(spec.optimized_elements(sizes, config.shard_states) for spec in specs)
+    rows = sum(rows_of(spec, sizes).local_elements(sizes) for spec in specs)
+    shard = sum(spec.local_elements(sizes) for spec in specs)
     # Gradient, momentum, direction and weight are read and written; the weight decay is another pass.
     device.compute(Computation(moved=(6 * rows + 4 * shard) * MASTER_BYTES, operations=_LOCAL_OPERATIONS * len(specs)))
     flops = sum(_flops(matrix, config.muon.steps) for matrix in found) / sizes.devices
@@ -53,9 +54,7 @@ def _update_matrices(
     part = Computation(
         flops=flops / EXCHANGES, moved=6 * elements * element_bytes / EXCHANGES, operations=-(-operations // EXCHANGES)
     )
-    # One of the ranks that have equal rows sends them, and all of these ranks receive their update.
-    sent = _sent_elements(specs, sizes) * element_bytes / EXCHANGES
-    returned = rows * element_bytes / EXCHANGES
+    sent, returned = (elements * element_bytes / EXCHANGES for elements in _exchanged_elements(specs, sizes))
     gathered = (shard - rows) / max(1, sizes.data - 1) * element_bytes / EXCHANGES
     arriving, returning, gathering = [device.start("reduce_scatter", "stage", sent)], [], []
     for number in range(EXCHANGES + 2):
@@ -77,11 +76,21 @@ def _flops(matrix: Matrix, steps: int) -> float:
     return steps * (4 * short * short * long + 2 * short**3)
 
 
-def _sent_elements(specs: list[ParameterSpec], sizes: GridSizes) -> float:
-    """Return the elements of a reduce-scatter that sends as much as a device sends on average to other homes."""
-    whole = sum(math.prod(spec.shape) for spec in specs)
-    rows = sum(spec.optimized_elements(sizes, shard_states=True) for spec in specs)
-    return rows if sizes.devices == 1 else (whole - rows) / (sizes.devices - 1)
+def _exchanged_elements(specs: list[ParameterSpec], sizes: GridSizes) -> tuple[float, float]:
+    """Return the elements of reduce-scatters that send as much as a device sends on average to homes and from its home.
+
+    One of the ranks that have equal rows sends them, and all of these ranks receive their update. A home has an own
+    part of each of its matrices. On average over the devices, these parts are the rows of a device for each place.
+    """
+    if sizes.devices == 1:
+        rows = sum(spec.local_elements(sizes) for spec in specs)
+        return rows, rows
+    sent = returned = 0.0
+    for spec in specs:
+        rows, places = rows_of(spec, sizes).local_elements(sizes), number_of_places(spec, sizes)
+        sent += (math.prod(spec.shape) - places * rows) / (sizes.devices - 1)
+        returned += rows * (sizes.devices - places) / (sizes.devices - 1)
+    return sent, returned
 
 
 def update_memory(
@@ -98,8 +107,9 @@ def update_memory(
     hidden = [(spec, count) for spec, count in counts if not spec.frozen and num_states(spec, config) == 1]
     if not hidden:
         return 0
-    rows = sum(count * spec.optimized_elements(sizes, shard_states=True) for spec, count in hidden)
-    shard = sum(count * spec.optimized_elements(sizes, config.shard_states) for spec, count in hidden)
+    hidden = [(spec.over_data(sizes) if config.shard_states else spec, count) for spec, count in hidden]
+    rows = sum(count * rows_of(spec, sizes).local_elements(sizes) for spec, count in hidden)
+    shard = sum(count * spec.local_elements(sizes) for spec, count in hidden)
     iterated = max(_iterated_elements(matrix) for spec, _ in hidden for matrix in matrices_of(spec, sizes))
     # During an iteration: messages of this exchange, the next one and the previous results, complete matrices, updates.
     # On one device, a sent message is also the received one.

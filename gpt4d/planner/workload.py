@@ -8,7 +8,7 @@ from gpt4d.config.checks import Divisibility
 from gpt4d.config.pipeline import SPLIT_BACKWARDS
 from gpt4d.model import registry
 from gpt4d.model.description import Description
-from gpt4d.optim.matrices import num_states
+from gpt4d.optim.matrices import num_states, rows_of
 from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.symbolic.stage import MASTER_BYTES
 
@@ -40,7 +40,9 @@ def training_state(
 def _state_elements(spec: ParameterSpec, sizes: GridSizes, optim: OptimConfig) -> int:
     """Return the number of elements of a parameter's optimizer states on a device. Data splits Muon's momentum."""
     count = num_states(spec, optim)
-    return count * spec.optimized_elements(sizes, optim.shard_states or count == 1)
+    if count == 1:
+        return rows_of(spec.over_data(sizes) if optim.shard_states else spec, sizes).local_elements(sizes)
+    return count * spec.optimized_elements(sizes, optim.shard_states)
 
 
 class Descriptions:

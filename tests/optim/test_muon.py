@@ -24,6 +24,10 @@ MODELS = {
         "model.head_size=4", "model.inner=60", "model.vocab_size=300", "model.qkv_bias=true", "model.tied=false",
     ],
     "unet": ["model=unet_tiny"],
+    "moe": [
+        "model=moe", "model.layers=2", "model.hidden=48", "model.heads=12", "model.key_value_heads=6",
+        "model.head_size=4", "model.inner=36", "model.experts=12", "model.shared_inner=24", "model.vocab_size=300",
+    ],
 }  # fmt: skip
 STEPS = 4
 
@@ -42,14 +46,18 @@ def gradient(parameter, name, step, grid):
     return shard
 
 
+def optimizer_shards(config: Config, grid: Grid):
+    """Return this rank's shards of the trained parameters of a stage on ``grid``, by name."""
+    named = build_stage(config, grid, torch.device("cpu")).module.named_parameters()
+    trained = {name: parameter for name, parameter in named if not parameter.spec.frozen}
+    return {name: own_rows(p, grid) if config.optim.shard_states else p for name, p in trained.items()}
+
+
 def optimized(config: Config, sizes: GridSizes, skipped: int = -1):
     """Return, on a rank, its stored shards of weights and states after some steps, with their regions."""
     plan = validate(config, sizes.devices) if config.parallel.rank_order else None
     grid = Grid(sizes, ranks=plan.stages[0].ranks if plan else None)
-    stage = build_stage(config, grid, torch.device("cpu"))
-    parameters = dict(stage.module.named_parameters())
-    shards = [own_rows(p, grid) if config.optim.shard_states else p for p in parameters.values()]
-    optimizer = Optimizer(zip(parameters, shards, strict=True), config.optim, grid)
+    optimizer = Optimizer(optimizer_shards(config, grid).items(), config.optim, grid)
     for step in range(STEPS):
         for name, shard in optimizer.shards():
             shard.grad = gradient(shard, name, step, grid) * (torch.nan if step == skipped else 1)
@@ -85,6 +93,12 @@ PLANS = [
     full("llama", GridSizes(1, 1, 3, 4), ()),
     full("unet", GridSizes(2, 2, 2, 2), ()),
     ("unet", GridSizes(2, 2, 1, 1), ()),
+    ("moe", GridSizes(2, 1, 2, 2), ()),
+    ("moe", GridSizes(1, 2, 3, 1), ()),
+    ("moe", GridSizes(1, 1, 2, 3), ("optim.shard_states=true",)),  # data splits the experts of a rank
+    full("moe", GridSizes(1, 1, 4, 2), ("optim.shard_states=true",)),  # data does not split them
+    full("moe", GridSizes(2, 2, 1, 2), ()),
+    full("moe", GridSizes(1, 1, 4, 4), ()),
 ]
 
 
@@ -115,25 +129,34 @@ def optimized_shortly(config):
 
 def bytes_of_update(config, sizes):
     grid = Grid(sizes)
-    parameters = dict(build_stage(config, grid, torch.device("cpu")).module.named_parameters())
-    optimizer = Optimizer(parameters.items(), config.optim, grid)
-    for name, parameter in parameters.items():
-        parameter.grad = gradient(parameter, name, 0, grid)
+    optimizer = Optimizer(optimizer_shards(config, grid).items(), config.optim, grid)
+    for name, shard in optimizer.shards():
+        shard.grad = gradient(shard, name, 0, grid)
     before = {name: axis.traffic.bytes for name, axis in grid.active_axes.items()}
     optimizer.step(torch.tensor(False), torch.tensor(1.0), limit=0.0)
     return {name: axis.traffic.bytes - before[name] for name, axis in grid.active_axes.items()}
 
 
-@pytest.mark.parametrize("model", ["gpt", "unet"])
-def test_an_update_sends_the_planned_bytes_on_average(ranks, model):
-    config, sizes = muon_config(model), GridSizes(2, 1, 2, 2)
+UPDATES = [
+    ("gpt", GridSizes(2, 1, 2, 2), "false"),
+    ("unet", GridSizes(2, 1, 2, 2), "false"),
+    ("moe", GridSizes(2, 1, 2, 2), "false"),
+    ("moe", GridSizes(1, 1, 2, 3), "true"),
+    full("moe", GridSizes(1, 1, 4, 2), "true"),
+    full("moe", GridSizes(1, 2, 3, 1), "false"),
+]
+
+
+@pytest.mark.parametrize(("model", "sizes", "shard_states"), UPDATES)
+def test_an_update_sends_the_planned_bytes_on_average(ranks, model, sizes, shard_states):
+    config = muon_config(model, f"optim.shard_states={shard_states}")
     found = ranks.run(sizes.devices, bytes_of_update, config, sizes)
     device = Device(config.cluster, Links(config.cluster, sizes))
     update(device, registry.describe_run(config, [sizes]).parameters, sizes, config.optim, element_bytes=4)
     for axis in ("stage", "data"):
-        sent = sum(of_rank[axis] for of_rank in found) / sizes.devices
-        assert sent == pytest.approx(device.bytes[axis], rel=1e-9)
-    assert device.bytes["x"] == device.bytes["z"] == 0 and all(each["x"] == each["z"] == 0 for each in found)
+        sent = sum(of_rank.get(axis, 0) for of_rank in found) / sizes.devices
+        assert sent == pytest.approx(device.bytes.get(axis, 0), rel=1e-9)
+    assert device.bytes.get("x", 0) == device.bytes.get("z", 0) == 0 and all(not each.get("x") and not each.get("z") for each in found)
 
 
 class Reference:
@@ -236,6 +259,24 @@ def test_each_matrix_has_one_home_and_the_homes_have_about_equal_costs():
         for index, holders in exchange.holders.items():
             assert sum(len(ranks) for ranks in holders.values()) == 16
             assert len(holders) == 16 // (1 if "data" in found[index].layout.axes else 2)
+
+
+@pytest.mark.parametrize("shard_states", [False, True])
+def test_a_home_has_experts_that_its_own_rank_holds(shard_states):
+    model = ["model=moe", "model.layers=6", "model.experts=24", "model.inner=512", "model.hidden=64", "model.heads=4"]
+    config, sizes = compose([*model, "model.head_size=16"]), GridSizes(2, 1, 4, 3)
+    specs = registry.describe_run(config, [sizes]).parameters.values()
+    specs = [spec.over_data(sizes) if shard_states else spec for spec in specs if spec.matrices and not spec.frozen]
+    found = [matrix for spec in specs for matrix in matrices_of(spec, sizes)]
+    assert len(found) == 6 * (24 * 3 + 4)
+    coordinates = [Grid.coordinates(place, sizes) for place in range(sizes.devices)]
+    costs = [0] * sizes.devices
+    for exchange in exchanges(found, coordinates, sizes):
+        for index, home in exchange.homes.items():
+            holders = [rank for ranks in exchange.holders[index].values() for rank in ranks]
+            assert home in holders and len(holders) in ((2, 24) if shard_states else (6, 24))
+            costs[home] += found[index].cost
+    assert max(costs) < 1.05 * sum(costs) / sizes.devices
 
 
 def test_the_first_and_the_last_exchange_have_the_cheapest_matrices_of_each_home():
