@@ -1,6 +1,7 @@
 """The time, traffic and memory of the update that ends a step: gradient norm, AdamW and Muon."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from gpt4d.config import GridSizes, OptimConfig
@@ -43,14 +44,15 @@ def _update_matrices(
 ) -> None:
     """Account for gpt4d.optim.muon.Muon. Each device has an equal share of the matrices and of each exchange."""
     specs = [spec.over_data(sizes) if config.shard_states else spec for spec in specs]
-    found = [matrix for spec in specs for matrix in matrices_of(spec, sizes)]
+    # Equal blocks have equal weights.
+    found = [(matrix, count) for spec, count in Counter(specs).items() for matrix in matrices_of(spec, sizes)]
     rows = sum(rows_of(spec, sizes).local_elements(sizes) for spec in specs)
     shard = sum(spec.local_elements(sizes) for spec in specs)
     # Gradient, momentum, direction and weight are read and written; the weight decay is another pass.
     device.compute(Computation(moved=(6 * rows + 4 * shard) * MASTER_BYTES, operations=_LOCAL_OPERATIONS * len(specs)))
-    flops = sum(_flops(matrix, config.muon.steps) for matrix in found) / sizes.devices
-    elements = sum(matrix.elements for matrix in found) / sizes.devices
-    operations = -(-3 * config.muon.steps * len(found) // sizes.devices)
+    flops = sum(count * _flops(matrix, config.muon.steps) for matrix, count in found) / sizes.devices
+    elements = sum(count * matrix.elements for matrix, count in found) / sizes.devices
+    operations = -(-3 * config.muon.steps * sum(count for _, count in found) // sizes.devices)
     part = Computation(
         flops=flops / EXCHANGES, moved=6 * elements * element_bytes / EXCHANGES, operations=-(-operations // EXCHANGES)
     )
