@@ -1,4 +1,4 @@
-"""Models of transformers' Llama, Qwen2, Qwen3, OLMo 2 and Gemma 3 in directories: imported, exported, equal."""
+"""Models of transformers' Llama, Qwen2, Qwen3, OLMo 2, Gemma 3 and mixtures in directories: import and export."""
 
 import json
 from dataclasses import replace
@@ -18,6 +18,7 @@ from gpt4d.model import registry
 from gpt4d.model.gemma3.config import Gemma3Config
 from gpt4d.model.llama import hugging_face as hf
 from gpt4d.model.llama.config import LlamaConfig
+from gpt4d.model.moe.config import MoeConfig
 from gpt4d.model.olmo2.config import Olmo2Config
 
 MODEL = LlamaConfig(
@@ -42,6 +43,12 @@ GEMMA3 = Gemma3Config(
     layers=3, hidden=32, heads=4, key_value_heads=2, head_size=8, inner=48, vocab_size=50, max_positions=64, window=7,
     global_every=2, query_pre_attn_scalar=9, rope_theta=1e5, rope_linear_factor=8.0, rope_local_theta=1e3,
 )  # fmt: skip
+MIXTRAL = MoeConfig(
+    layers=2, hidden=32, heads=4, key_value_heads=2, head_size=8, inner=48, vocab_size=50, max_positions=64, experts=5,
+    norm_epsilon=1e-5, balance_rate=0.02,
+)  # fmt: skip
+OLMOE = replace(MIXTRAL, qk_norm="all", normalized_weights=False, key_value_heads=4, experts_per_token=3)
+QWEN3_MOE = replace(MIXTRAL, qk_norm="heads", experts_per_token=1, inner=16, tied=True)
 TOKENIZER_FILES = {
     "tokenizer_config.json": b'{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "pad_token": "w1"}',
     "special_tokens_map.json": b'{"eos_token": "</s>"}',
@@ -73,8 +80,18 @@ def tensors(directory):
 
 @pytest.mark.parametrize(
     "config",
-    [MODEL, LLAMA3, replace(MODEL, qkv_bias=True, rope_scaling="linear", rope_factor=2.0), YARN, OLMO2, GEMMA3],
-    ids=["llama", "llama3", "qwen2", "qwen3", "olmo2", "gemma3"],
+    [
+        MODEL,
+        LLAMA3,
+        replace(MODEL, qkv_bias=True, rope_scaling="linear", rope_factor=2.0),
+        YARN,
+        OLMO2,
+        GEMMA3,
+        MIXTRAL,
+        OLMOE,
+        QWEN3_MOE,
+    ],
+    ids=["llama", "llama3", "qwen2", "qwen3", "olmo2", "gemma3", "mixtral", "olmoe", "qwen3_moe"],
 )
 def test_an_import_exported_again_is_equal_tensor_by_tensor(tmp_path, config):
     from transformers import AutoModelForCausalLM

@@ -1,0 +1,89 @@
+"""Checkpoints of mixtures of experts: resumed on other grids, started from imports, exported, and killed."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpt4d.checkpoint import exporter, finetuning, importer
+from gpt4d.checkpoint.checkpoint_dir import Checkpoint
+from gpt4d.data.prepare import corpus as prepared
+from tests.checkpoint.test_crashes import RANKS, run_until_killed
+from tests.checkpoint.test_exporter_llama import MIXTRAL, OLMOE, QWEN3_MOE, save
+from tests.grids import full, metric_lines, train_in_rank
+from tests.task.test_validation_sets import documents_of, expected_metrics, validations
+
+MOE = (
+    "model=moe", "model.experts=8", "model.inner=16", "model.head_size=6", "model.key_value_heads=2",
+    "model.max_positions=16", "model.balance_rate=0.05", "train.batch_size=8", "optim.ema_decay=0.8",
+)  # fmt: skip
+STAGES = "parallel.pipeline.stages=2"
+
+
+def losses(config):
+    return [line["loss"] for line in metric_lines(config.run.dir)]
+
+
+def tensors(run_dir):
+    files = Checkpoint.open(Path(run_dir)).files
+    return {name: files.global_tensor(name) for name in files.tensors}
+
+
+@pytest.mark.parametrize("optimizer", ["optim.algorithm=muon", full("optim.algorithm=adamw")])
+def test_a_mixture_continues_on_grids_with_other_numbers_of_experts_per_device(ranks, tiny, tmp_path, optimizer):
+    settings = (*MOE, optimizer, "train.steps=10", "optim.schedule_steps=10")
+    serial = tiny(*settings, f"run.dir={tmp_path}/serial")
+    ranks.run(1, train_in_rank, serial)
+    parts = [
+        (3, 4, ("parallel.gz=4",)),
+        (5, 4, ("parallel.gz=2", "optim.shard_states=true")),
+        (7, 3, (STAGES, "parallel.pipeline.stage_grids=[1x1x2x1,1x1x1x1]")),
+        (8, 4, ("parallel.gx=2", "parallel.gy=2")),
+        (10, 1, ()),
+    ]
+    for steps, world_size, plan in parts:
+        config = tiny(*settings, f"train.steps={steps}", *plan)
+        ranks.run(world_size, train_in_rank, config)
+    assert losses(config) == pytest.approx(losses(serial), rel=1e-5)
+    found, expected = tensors(config.run.dir), tensors(serial.run.dir)
+    assert found.keys() == expected.keys() and "extra.average.blocks.0.mlp.experts.up" in found
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_a_mixture_that_is_killed_continues_with_equal_bits(ranks, tiny, tmp_path):
+    settings = (*MOE, "parallel.gz=2", "checkpoint.every=2", "train.steps=6", "optim.algorithm=muon")
+    straight = tiny(*settings, f"run.dir={tmp_path}/straight")
+    ranks.run(RANKS, train_in_rank, straight)
+    config = tiny(*settings)
+    assert not run_until_killed(ranks.context, config, f"{tmp_path}/store", delay=0, hold=True)
+    assert Checkpoint.open(Path(config.run.dir)).meta.progress.step == 2
+    ranks.run(RANKS, train_in_rank, config)
+    # Steps after the last checkpoint are logged twice.
+    lines = [{(line["step"], line["loss"]) for line in metric_lines(run.run.dir)} for run in (config, straight)]
+    assert lines[0] == lines[1] and len(lines[1]) == 6
+    found, expected = tensors(config.run.dir), tensors(straight.run.dir)
+    assert found.keys() == expected.keys() and all(map(torch.equal, found.values(), expected.values()))
+
+
+@pytest.mark.parametrize("source", [OLMOE, full(QWEN3_MOE), full(MIXTRAL)], ids=lambda model: model.qk_norm)
+def test_the_export_of_a_trained_import_has_its_validation_loss(ranks, tiny, tmp_path, source):
+    from transformers import AutoModelForCausalLM
+
+    save(tmp_path / "source", replace(source, vocab_size=300, experts=6))
+    model = importer.import_model(str(tmp_path / "source"), tmp_path / "import", "none")
+    command = next(iter(finetuning.commands(tmp_path / "import", model).values()))
+    words = [word for word in command.split() if word.startswith(("model", "checkpoint.init="))]
+    config = tiny(
+        "model.vocab_multiple=1", *words, "train.batch_size=4", "train.steps=3", "train.validate_every=3",
+        "train.validation_batches=3", "parallel.gz=2", "parallel.gx=2",
+    )  # fmt: skip
+    ranks.run(4, train_in_rank, config)
+    exporter.export(Checkpoint.open(Path(config.run.dir)), tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    files = prepared(config.data).first
+    held_out = [files.tokenizer().decode(ids.tolist()) for ids in documents_of(files, "validation")]
+    expected, *_ = expected_metrics(theirs, files.tokenizer(), held_out, config)
+    (found,) = validations(config.run.dir)
+    assert found["loss"] == pytest.approx(expected, rel=1e-6)
