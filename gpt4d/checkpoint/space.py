@@ -35,7 +35,9 @@ def check_space(plan: ParallelPlan) -> Space:
     needed = 0
     for spec, count in plan.description.parameter_counts:
         states = num_states(spec, config.optim)
-        nbytes = compute_bytes(config) * tensors if spec.frozen else MASTER_BYTES * (tensors + states)
+        nbytes = (
+            compute_bytes(config) * tensors if spec.frozen and not spec.state else MASTER_BYTES * (tensors + states)
+        )
         needed += count * math.prod(spec.stored_shape) * nbytes
     run_dir = Path(config.run.dir).resolve()
     existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())

@@ -8,6 +8,8 @@ from gpt4d.model.moe.config import TRAINED_WITH, MoeConfig
 from gpt4d.model.moe.model import describe
 from gpt4d.model.text_config import check_length, structure_of
 
+_ADAPTED = "qkv", "output"  # layers that can have adapters
+
 
 def _check(config: Config) -> None:
     model = config.model
@@ -17,7 +19,18 @@ def _check(config: Config) -> None:
         raise ConfigError(
             f"model.experts_per_token={model.experts_per_token}: more than model.experts={model.experts}; lower it"
         )
+    _check_adapters(model)
     check_length(config)
+
+
+def _check_adapters(model: MoeConfig) -> None:
+    """Raise ConfigError if experts are to have adapters (``lora.targets``)."""
+    if model.lora is None or set(model.lora.targets) <= set(_ADAPTED):
+        return
+    raise ConfigError(
+        f"lora.targets=[{','.join(model.lora.targets)}]: adapters of experts are not supported; set "
+        f"lora.targets=[{','.join(_ADAPTED)}], which are layers of attention"
+    )
 
 
 FAMILY = Family(
