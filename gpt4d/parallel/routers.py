@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from gpt4d.parallel.layout import spec_of
 from gpt4d.parallel.stage import Stage
 
 
@@ -34,9 +35,14 @@ class Routers:
         return totals
 
     def update(self, totals: torch.Tensor, skipped: torch.Tensor) -> None:
-        """Set the states of this stage's routers from the statistics of all ranks, unless the step is skipped."""
+        """Set the states of this stage's routers from the statistics of all ranks, unless the step is skipped.
+
+        Routers that are not trained, because adapters are, retain their states.
+        """
         for row, layer in self._own.items():
             spec, counts = layer.spec, totals[row, : layer.spec.experts]
+            if spec_of(layer.weight).frozen:
+                continue
             if spec.balance == "loss":
                 state = counts * (spec.scoring.per_token / counts.sum())
             else:
