@@ -162,13 +162,17 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     return parameter.grad
 
 
-def own_rows(parameter: nn.Parameter, grid: Grid, dim: int = 0) -> nn.Parameter:
-    """Return a view of this rank's part of a parameter along data, or the parameter if data does not split ``dim``."""
+def own_rows(parameter: nn.Parameter, grid: Grid, dim: int | None = None) -> nn.Parameter:
+    """Return a view of this rank's part of a parameter along data, or the parameter if data does not split it.
+
+    ``dim``: the dim to split, as for ``ParameterSpec.over_data``.
+    """
     spec = spec_of(parameter)
     split = spec.over_data(grid.sizes, dim)
     if grid.data.size == 1 or split == spec:
         return parameter
-    own: Any = nn.Parameter(parameter.detach().chunk(grid.data.size, dim)[grid.data.index])
+    (split_dim,) = (place for place, axes in enumerate(split.layout.dims) if "data" in axes)
+    own: Any = nn.Parameter(parameter.detach().chunk(grid.data.size, split_dim)[grid.data.index])
     own.spec = split
     return own
 

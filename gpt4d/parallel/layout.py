@@ -139,15 +139,21 @@ class ParameterSpec:
         """Return the number of elements of a device's shard."""
         return math.prod(self.shape) // math.prod(getattr(sizes, axis) for axis in self.layout.axes)
 
-    def over_data(self, sizes: GridSizes, dim: int = 0) -> "ParameterSpec":
+    def over_data(self, sizes: GridSizes, dim: int | None = None) -> "ParameterSpec":
         """Return the spec of a device's optimizer states if data splits their ``dim`` too (ZeRO, stage 1).
 
-        The states are not split if data splits the parameter already, if data does not divide a device's part of the
-        dim, or if the parameter is not ``streamed``, as the small vectors are.
+        Data does not split the states of a parameter that it splits already, and of a parameter that is not
+        ``streamed``, as the small vectors are. It also must divide a device's part of the dim.
+
+        ``dim``: None for the rows, or for the rows of a device's only expert. So the states of a device belong to
+        consecutive elements of its shard.
         """
         dims = list(self.layout.dims)
-        extent = self.shape[dim] // math.prod(getattr(sizes, axis) for axis in dims[dim])
-        if "data" in self.layout.axes or not self.streamed or extent % sizes.data:
+        pairs = zip(self.shape, dims, strict=True)
+        extents = [extent // math.prod(getattr(sizes, axis) for axis in axes) for extent, axes in pairs]
+        if dim is None:
+            dim = int(self.local and extents[0] == 1)
+        if "data" in self.layout.axes or not self.streamed or extents[dim] % sizes.data:
             return self
         dims[dim] = (*dims[dim], "data")
         return replace(self, layout=Layout(*dims))

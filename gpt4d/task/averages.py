@@ -22,6 +22,8 @@ class WeightAverages:
 
     With ``shard`` a rank averages only the rows that it updates (``optim.shard_states``). An update then needs no rows
     of other ranks, which arrive during the next forward.
+
+    The states of routers are averaged too: a bias balances the router of the same step.
     """
 
     def __init__(self, stage: Stage, decay: float, shard: bool = False):
@@ -70,7 +72,9 @@ class WeightAverages:
         weights = current + [parameter.detach() for name, parameter in named if name in copies]
         trained = [weight.clone() for weight in weights]
         for weight, average in zip(current, self._averages, strict=True):
-            weight.copy_(average if average.shape == weight.shape else self.stage.grid.data.all_gather(average))
+            if average.shape != weight.shape:
+                average = self.stage.grid.data.all_gather(average).view(weight.shape)
+            weight.copy_(average)
         self.stage.send_copied_weights()
         yield
         # Not after an error, which must not wait for transfers.

@@ -8,7 +8,9 @@ import torch
 
 from gpt4d.checkpoint import exporter, finetuning, importer
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
+from gpt4d.config import GridSizes
 from gpt4d.data.prepare import corpus as prepared
+from gpt4d.model import registry
 from tests.checkpoint.test_crashes import RANKS, run_until_killed
 from tests.checkpoint.test_exporter_llama import MIXTRAL, OLMOE, QWEN3_MOE, save
 from tests.grids import full, metric_lines, train_in_rank
@@ -18,6 +20,7 @@ MOE = (
     "model=moe", "model.experts=8", "model.inner=16", "model.head_size=6", "model.key_value_heads=2",
     "model.max_positions=16", "model.balance_rate=0.05", "train.batch_size=8", "optim.ema_decay=0.8",
 )  # fmt: skip
+SPLIT = GridSizes(1, 1, 2, 2)
 STAGES = "parallel.pipeline.stages=2"
 
 
@@ -48,6 +51,28 @@ def test_a_mixture_continues_on_grids_with_other_numbers_of_experts_per_device(r
     assert losses(config) == pytest.approx(losses(serial), rel=1e-5)
     found, expected = tensors(config.run.dir), tensors(serial.run.dir)
     assert found.keys() == expected.keys() and "extra.average.blocks.0.mlp.experts.up" in found
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", full("muon")])
+def test_the_states_of_the_only_expert_of_a_device_are_split_over_data(ranks, tiny, tmp_path, optimizer):
+    settings = (
+        *MOE, f"optim.algorithm={optimizer}", "model.experts=2", "model.experts_per_token=1",
+        "model.normalized_weights=false", "train.steps=4", "train.validate_every=2", "optim.validate_averages=true",
+    )  # fmt: skip
+    serial = tiny(*settings, f"run.dir={tmp_path}/serial")
+    ranks.run(1, train_in_rank, serial)
+    config = tiny(*settings, "parallel.gz=2", "parallel.gdata=2", "optim.shard_states=true")
+    spec = registry.describe_run(config, [SPLIT]).parameters["blocks.0.mlp.experts.up"]
+    assert spec.optimized_elements(SPLIT, shard_states=True) == spec.local_elements(SPLIT) // 2
+    ranks.run(4, train_in_rank, config)
+    assert losses(config) == pytest.approx(losses(serial), rel=1e-5)
+    for key in ("loss", "average_loss"):
+        values = [[line[key] for line in validations(run.run.dir)] for run in (config, serial)]
+        assert values[0] == pytest.approx(values[1], rel=1e-5)
+    found, expected = tensors(config.run.dir), tensors(serial.run.dir)
+    assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
 
