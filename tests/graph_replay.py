@@ -244,6 +244,9 @@ class _RecordedTransport(Transport):
     def start_shift(self, tensor):
         return self._start("start_shift", tensor)
 
+    def start_all_to_all(self, sent, sent_rows, received_rows):
+        return self._start("start_all_to_all", sent, sent_rows, received_rows)
+
 
 @contextmanager
 def replayed_graphs(grid: Grid) -> Iterator[Device]:

@@ -9,12 +9,13 @@ input at no cost. Pass the ``parameter`` whose layer communicates: a hang report
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from gpt4d.parallel.comm.cpu.gloo import GlooTransport, Works
+from gpt4d.parallel.comm.cpu.gloo import GlooTransport
 from gpt4d.parallel.comm.pending import Pending
 from gpt4d.parallel.comm.process_group import ProcessGroupTransport
 from gpt4d.parallel.comm.stats import CommStats, InFlightCollective
@@ -86,21 +87,23 @@ def start_all_reduce(
 ) -> Pending:
     """Start to reduce ``tensor`` over the axis **in place**, by ``SUM`` or ``MAX``. Sends 2·(G-1)/G of it (Eq. 3)."""
     assert axis.size == 1 or tensor.is_contiguous()
-    return _start("all_reduce", tensor, axis, 2 * (axis.size - 1) / axis.size, parameter, overlaps, op)
+    sent_bytes = 2 * (axis.size - 1) / axis.size * tensor.nbytes
+    return _start("all_reduce", tensor, axis, sent_bytes, parameter, overlaps, op)
 
 
 def start_all_gather(
     shard: torch.Tensor, axis: Axis, parameter: nn.Parameter | None = None, overlaps: bool = True
 ) -> Pending:
     """Start to concatenate the shards of all ranks of the axis along dim 0. Sends (G-1) shards (Eq. 1)."""
-    return _start("all_gather", shard, axis, axis.size - 1, parameter, overlaps)
+    return _start("all_gather", shard, axis, (axis.size - 1) * shard.nbytes, parameter, overlaps)
 
 
 def start_reduce_scatter(
     full: torch.Tensor, axis: Axis, parameter: nn.Parameter | None = None, overlaps: bool = True
 ) -> Pending:
     """Start the reduce-scatter over the axis along dim 0. Sends (G-1)/G of the bytes (Eq. 2)."""
-    return _start("reduce_scatter", full, axis, (axis.size - 1) / axis.size, parameter, overlaps)
+    sent_bytes = (axis.size - 1) / axis.size * full.nbytes
+    return _start("reduce_scatter", full, axis, sent_bytes, parameter, overlaps)
 
 
 def start_shift(tensor: torch.Tensor, axis: Axis, parameter: nn.Parameter | None = None) -> Pending:
@@ -108,25 +111,25 @@ def start_shift(tensor: torch.Tensor, axis: Axis, parameter: nn.Parameter | None
 
     The tensors of all ranks have equal shapes. The axis is a ring: the first rank follows the last rank.
     """
-    return _start("shift", tensor, axis, 1, parameter, overlaps=True)
+    return _start("shift", tensor, axis, tensor.nbytes, parameter, overlaps=True)
 
 
 def _start(
     kind: str,
     tensor: torch.Tensor,
     axis: Axis,
-    sent_share: float,
+    sent_bytes: float,
     parameter: nn.Parameter | None,
     overlaps: bool,
-    *options: str,
+    *options: Any,
 ) -> Pending:
     """Start a collective that profiler traces and hang reports name, such as ``all_gather z``.
 
     Args:
-        kind: all_reduce, all_gather, reduce_scatter or shift.
+        kind: all_reduce, all_gather, reduce_scatter, shift or all_to_all.
         tensor: the tensor of this rank.
         axis: its statistics count the collective.
-        sent_share: bytes that this rank sends, divided by the bytes of ``tensor``.
+        sent_bytes: bytes that this rank sends.
         parameter: belongs to the layer that communicates.
         overlaps: as for ``InFlightCollective``.
         options: further arguments of the transport.
@@ -143,7 +146,6 @@ def _start(
                 pending = start(tensor, *options)
         else:
             pending = start(tensor, *options)
-        sent_bytes = sent_share * tensor.nbytes
         if traffic.capturing:
             traffic.bytes += sent_bytes
         else:
@@ -164,20 +166,11 @@ def start_all_to_all(
         sent: the parts for all ranks, in the order of the ranks; this rank's own part is copied.
         sent_rows: extent of dim 0 of the part for each rank.
         received_rows: extent of dim 0 of the part from each rank.
-        axis: its process group exchanges the parts.
+        axis: its ranks exchange the parts.
         parameter: belongs to the layer that communicates.
     """
-    if axis.size == 1:
-        return Pending(sent)
-    traffic, received = axis.traffic, sent.new_empty((sum(received_rows), *sent.shape[1:]))
-    collective = traffic.start(f"all_to_all {axis.name}", parameter)
-    with traffic.named_range(collective.name), traffic.track_wait(collective):
-        work = dist.all_to_all_single(
-            received, sent, list(received_rows), list(sent_rows), group=axis.group, async_op=True
-        )
-        handle = Works([work]) if sent.is_cpu else work
-        sent_bytes = sent.nbytes - sent[0:1].nbytes * sent_rows[axis.index]
-        return Pending(received, InFlightCollective(traffic, handle, sent.device, sent_bytes), source=sent)
+    own = sent[0:1].nbytes * sent_rows[axis.index]
+    return _start("all_to_all", sent, axis, sent.nbytes - own, parameter, True, sent_rows, received_rows)
 
 
 def start_messages(

@@ -1,5 +1,7 @@
 """Collectives of a torch process group, such as NCCL's, on tensors of a GPU."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -35,6 +37,10 @@ class ProcessGroupTransport(Transport):
         received = torch.empty_like(tensor)
         return Pending(received, shift(received, tensor, self.group), source=tensor)
 
+    def start_all_to_all(self, sent: torch.Tensor, sent_rows: Sequence[int], received_rows: Sequence[int]) -> Pending:
+        received, work = all_to_all(sent, sent_rows, received_rows, self.group)
+        return Pending(received, work, source=sent)
+
 
 def shift(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start to send a contiguous tensor to the next rank of a group, and to receive one from the previous rank."""
@@ -44,3 +50,12 @@ def shift(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) 
     return dist.all_to_all_single(
         received.view(-1), sent.view(-1), received_counts, sent_counts, group=group, async_op=True
     )
+
+
+def all_to_all(
+    sent: torch.Tensor, sent_rows: Sequence[int], received_rows: Sequence[int], group: dist.ProcessGroup
+) -> tuple[torch.Tensor, dist.Work]:
+    """Start to exchange rows between the ranks of a group. Return the received rows and the handle."""
+    received = sent.new_empty((sum(received_rows), *sent.shape[1:]))
+    counts = list(received_rows), list(sent_rows)
+    return received, dist.all_to_all_single(received, sent, *counts, group=group, async_op=True)

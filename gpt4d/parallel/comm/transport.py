@@ -1,6 +1,7 @@
 """Interface between the collectives of an axis and the ways in which its ranks exchange data."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 
@@ -35,3 +36,7 @@ class Transport(ABC):
     @abstractmethod
     def start_shift(self, tensor: torch.Tensor) -> Pending:
         """Start to send ``tensor`` to the next rank; the result is the tensor of the previous rank."""
+
+    @abstractmethod
+    def start_all_to_all(self, sent: torch.Tensor, sent_rows: Sequence[int], received_rows: Sequence[int]) -> Pending:
+        """Start to send numbers of rows of ``sent`` to the ranks; the result is the rows of all ranks for this rank."""

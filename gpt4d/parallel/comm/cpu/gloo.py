@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from gpt4d.parallel.comm import message_size
 from gpt4d.parallel.comm.pending import Pending
-from gpt4d.parallel.comm.process_group import REDUCE_OPS, all_gather, shift
+from gpt4d.parallel.comm.process_group import REDUCE_OPS, all_gather, all_to_all, shift
 from gpt4d.parallel.comm.transport import Transport
 
 
@@ -68,6 +68,10 @@ class GlooTransport(Transport):
         parts, sent = (pieces(each.view(1, -1), self.yielding) for each in (received, tensor))
         works = [shift(into, piece, self.group) for into, piece in zip(parts, sent, strict=True)]
         return Pending(received, Works(works), source=tensor)
+
+    def start_all_to_all(self, sent: torch.Tensor, sent_rows: Sequence[int], received_rows: Sequence[int]) -> Pending:
+        received, work = all_to_all(sent, sent_rows, received_rows, self.group)
+        return Pending(received, Works([work]), source=sent)
 
 
 def pieces(rows: torch.Tensor, yielding: bool = False) -> tuple[torch.Tensor, ...]:

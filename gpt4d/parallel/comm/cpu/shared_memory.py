@@ -11,7 +11,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -155,6 +155,9 @@ class SharedMemoryTransport(Transport):
             return self.gloo.start_shift(tensor)
         previous = self.memory.index - 1
         return self._post(tensor, lambda slots: slots[previous].clone())
+
+    def start_all_to_all(self, sent: torch.Tensor, sent_rows: Sequence[int], received_rows: Sequence[int]) -> Pending:
+        return self.gloo.start_all_to_all(sent, sent_rows, received_rows)
 
     def _post(self, tensor: torch.Tensor, combine: Combine) -> Pending:
         collective = self.memory.post(tensor, combine)

@@ -119,6 +119,10 @@ class TwoLevelTransport(Transport):
         """Send through gloo: each element leaves a host at most once."""
         return self.gloo.start_shift(tensor)
 
+    def start_all_to_all(self, sent: torch.Tensor, sent_rows: Sequence[int], received_rows: Sequence[int]) -> Pending:
+        """Exchange through gloo: each element leaves a host at most once."""
+        return self.gloo.start_all_to_all(sent, sent_rows, received_rows)
+
     def _start(self, parts: Iterable[Piece]) -> CommFuture:
         """Start a collective whose pieces follow each other through the parts. The task returns None.
 
