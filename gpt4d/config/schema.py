@@ -42,7 +42,7 @@ _RECOMPUTED = ("none", "selective", "full")
 _RATE_SCHEDULES = ("cosine", "linear", "wsd", "constant", "inverse_sqrt")
 _DECAY_SHAPES = ("sqrt", "linear", "cosine")
 _EXCHANGES = ("all_gather", "ring")
-_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
 @dataclass

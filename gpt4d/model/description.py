@@ -133,6 +133,8 @@ class Description:
             from the unit that produces them to each unit that uses them. A model need not have a stream.
         model_flops: FLOPs of a training step's forward and backward for (samples, length), as the field counts them for
             this family; None for three times the forward's.
+        unused_parameters: number of elements of parameters that a token does not use: experts of other tokens.
+        imbalance: rows of the busiest device's experts, divided by the mean, as the planner assumes.
         loss_chunks: ``train.loss_chunks``.
         width_exponents: parameters of the first or last unit whose initial values and learning rate a width transfer
             divides by a power of the relative width, with the exponents (gpt4d.model.width).
@@ -146,6 +148,8 @@ class Description:
     rules: tuple[Divisibility, ...]
     tensors: Mapping[str, EdgeTensor]
     model_flops: Callable[[int, int], float] | None = None
+    unused_parameters: int = 0
+    imbalance: float = 1.0
     loss_chunks: int = 1
     width_exponents: Mapping[str, float] = field(default_factory=dict)
     replicated: frozenset[str] = frozenset()
@@ -212,9 +216,14 @@ class Description:
 
     @cached_property
     def routers(self) -> dict[str, int]:
-        """The names of all routers of experts, with their numbers of experts."""
+        """The names of all routers of experts, with their numbers of experts. A stage has all of them too."""
         states = {name: spec for name, spec in self.parameters.items() if spec.state}
         return {name.rpartition(".")[0]: spec.shape[0] for name, spec in states.items()}
+
+    @property
+    def statistics_bytes(self) -> int:
+        """Bytes of the statistics of all routers, which all ranks sum in each step (gpt4d.parallel.routers)."""
+        return 8 * len(self.routers) * (2 * max(self.routers.values(), default=0) + 2)
 
     @cached_property
     def changed(self) -> dict[str, ParameterSpec]:
@@ -247,8 +256,20 @@ class Description:
 
     @property
     def num_parameters(self) -> int:
-        """The number of elements of all parameters, without padding."""
-        return sum(count * math.prod(spec.stored_shape) for spec, count in self.parameter_counts)
+        """The number of elements of all parameters, without padding and the states of routers."""
+        return sum(count * math.prod(spec.stored_shape) for spec, count in self.parameter_counts if not spec.state)
+
+    @property
+    def size(self) -> str:
+        """The number of parameters as text, and those that a token uses if it does not use all of them."""
+        text = f"{self.num_parameters / 1e6:,.1f} M parameters"
+        used = self.num_parameters - self.unused_parameters
+        return f"{text}, {used / 1e6:,.1f} M active" if self.unused_parameters else text
+
+    @cached_property
+    def has_local_weights(self) -> bool:
+        """Whether z splits weights of which each device uses its own part."""
+        return any(spec.local for spec, _ in self.parameter_counts)
 
     # ------------------------------------------------------------------------------------ weights and FLOPs
 
@@ -355,9 +376,9 @@ class Description:
         return {}
 
     def _with_parts(self, parts: tuple[tuple[Unit, ...], ...], **changes: Any) -> Description:
-        """Return the description of some of its units, which shares the probe of this description."""
+        """Return the description of some of its units, which shares the probe and the routers of this description."""
         other = replace(self, parts=parts, **changes)
-        other.__dict__["probe"] = self.probe
+        other.__dict__.update(probe=self.probe, routers=self.routers)
         return other
 
     def training_flops(self, samples: int, length: int) -> float:

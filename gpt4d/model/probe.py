@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,8 +11,9 @@ from gpt4d.config import GridSizes
 from gpt4d.parallel.context import Context
 from gpt4d.parallel.engine.prefetch import BACKWARD, FORWARD, RECOMPUTATION, LayerWeights
 from gpt4d.parallel.layers.conv import Conv2dSpec
+from gpt4d.parallel.layers.experts import ExpertsSpec
 from gpt4d.parallel.layers.linear import LinearSpec
-from gpt4d.parallel.layers.sharding import Axes
+from gpt4d.parallel.layers.sharding import NORMAL, TRANSPOSED, Axes
 from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.symbolic import tape
 from gpt4d.parallel.symbolic.stage import SymbolicGrid, SymbolicLayer, SymbolicWeights
@@ -24,13 +26,16 @@ if TYPE_CHECKING:
 class Product(NamedTuple):
     """A product of a block, over all devices: elements of the input and the output of one sample, and of the weight.
 
-    ``split``: the axes that split the features of the input and of the output.
+    Attributes:
+        split: the axes that split the features of the input and of the output.
+        exchanged: elements of the rows that experts receive or return for one sample; 0: z gathers the weight.
     """
 
     split: Axes
     input: int
     output: int
     weight: int
+    exchanged: int = 0
 
 
 class _Facts(NamedTuple):
@@ -119,7 +124,7 @@ class _Counter:
 
     def scratch(self, nbytes: float) -> None: ...
 
-    def start(self, kind: str, axis: str, nbytes: float) -> None: ...
+    def start(self, kind: str, axis: str, nbytes: float, received: float = 0.0) -> None: ...
 
     def wait(self, collective: object) -> None: ...
 
@@ -148,10 +153,22 @@ class _RecordedLayer(SymbolicLayer):
 
     def __call__(self, *inputs: Any) -> Any:
         result, spec = super().__call__(*inputs), self.spec
+        if isinstance(spec, ExpertsSpec):
+            self._record_experts(spec, *inputs)
         if not isinstance(spec, LinearSpec | Conv2dSpec) or spec.split.contracted is None:
             return result
         (x,) = inputs
         return self._recorded(spec, x, result)
+
+    def _record_experts(self, spec: ExpertsSpec, x: Any, routing: Any, *_: Any) -> None:
+        """Record both products of the experts of a token. One row of each token is reduced over x."""
+        rows, tokens = math.prod(routing.experts.shape), math.prod(x.shape)
+        matrix, weights = spec.experts * spec.hidden * spec.inner, self.weights
+        assert isinstance(weights, _RecordingWeights)
+        weights.products += [
+            Product(NORMAL, tokens, 2 * rows * spec.inner, 2 * matrix, rows * spec.hidden),
+            Product(TRANSPOSED, rows * spec.inner, tokens, matrix, rows * spec.hidden),
+        ]
 
     async def _recorded(self, spec: LinearSpec | Conv2dSpec, x: Any, result: Any) -> Any:
         out, weights = await result, self.weights

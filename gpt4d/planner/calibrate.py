@@ -44,7 +44,7 @@ from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.parallel.sharded_weights import compute_dtype
 from gpt4d.planner.device import KINDS, Links, sent_bytes
 from gpt4d.planner.step import StepWalk
-from gpt4d.planner.topology import RankSpan, place
+from gpt4d.planner.topology import ALL_TO_ALL, RankSpan, place
 from gpt4d.runtime.consensus import all_gather_json, run_on_rank0
 from gpt4d.runtime.errors import one_line_errors
 from gpt4d.runtime.job import process_group
@@ -255,7 +255,7 @@ def _measure_links(
                 with limit(f"connecting groups of {size} ranks"):
                     axis = Grid(GridSizes(stride, size, 1, world // stride // size), device.type).y
                 axis.traffic.timed = False  # recorded intervals accumulate until they are read
-                for kind in KINDS:
+                for kind in (*KINDS, ALL_TO_ALL):
                     with limit(f"measuring {kind} over {size} ranks"):
                         measured[(*key, kind)] = _measure_collective(replace(group, kind=kind), axis, device)
     return list(measured.values())
@@ -263,24 +263,28 @@ def _measure_links(
 
 def _measure_collective(group: MeasuredConfig, axis: Axis, device: torch.device) -> MeasuredConfig:
     """Return ``group`` with latency, rate and hidden share of its kind of collective along ``axis``."""
-    start = getattr(collectives, f"start_{group.kind}")
+    exchanges = group.kind == ALL_TO_ALL  # each rank sends as many bytes to other ranks as in a reduce-scatter
 
     def message(nbytes: int) -> torch.Tensor:
         elements = max(axis.size, nbytes // 4 // axis.size * axis.size)
         return torch.randn(elements // axis.size if group.kind == "all_gather" else elements, device=device)
 
+    def start(tensor: torch.Tensor) -> collectives.Pending:
+        rows = [len(tensor) // axis.size] * axis.size
+        return getattr(axis, f"start_{group.kind}")(tensor, *([rows, rows] if exchanges else []))
+
     def measure_seconds(tensor: torch.Tensor) -> float:
-        return _seconds(lambda: start(tensor, axis).wait(), device)
+        return _seconds(lambda: start(tensor).wait(), device)
 
     sent, seconds = [], []
     for halvings in (11, 6, 3, 2, 0):
         tensor = message(MAX_MESSAGE_BYTES[device.type] >> halvings)
-        sent.append(sent_bytes(group.kind, axis.size, tensor.nbytes))
+        sent.append(sent_bytes("reduce_scatter" if exchanges else group.kind, axis.size, tensor.nbytes))
         seconds.append(measure_seconds(tensor))
         if seconds[-1] > _LONG_MESSAGE_S and len(seconds) > 1:
             break
     latency, s_per_byte = fit_line(sent, seconds)
-    hidden = _measure_hidden_share(lambda: start(tensor, axis), seconds[-1], device)
+    hidden = _measure_hidden_share(lambda: start(tensor), seconds[-1], device)
     return replace(group, latency_us=latency * 1e6, gb_s=1e-9 / s_per_byte, hidden=hidden)
 
 

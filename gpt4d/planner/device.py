@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from gpt4d.config import ClusterConfig, GridSizes
 from gpt4d.parallel.comm import message_size
 from gpt4d.parallel.symbolic.tensor import Computation
-from gpt4d.planner.topology import RankSpan, Speed, message_speed, spans, speed
+from gpt4d.planner.topology import ALL_TO_ALL, RankSpan, Speed, exchange_speed, message_speed, spans, speed
 
 AXES = (*GridSizes._fields, "context", "batch", "world", "stage")
-KINDS = "all_reduce", "all_gather", "reduce_scatter"  # a calibration measures each
+KINDS = "all_reduce", "all_gather", "reduce_scatter"  # in rings
 SHIFT = "shift"  # a message of each rank to the next rank of its group
 _SHORT = 0.1  # share of a channel's busy time: a shorter collective of another axis shares the channel
 
@@ -24,10 +24,10 @@ _SHORT = 0.1  # share of a channel's busy time: a shorter collective of another 
 def sent_bytes(kind: str, size: int, nbytes: float) -> float:
     """Return the bytes that each of ``size`` ranks sends (4D paper, Eq. 1-3).
 
-    ``nbytes``: size of the rank's own shard for an all-gather, of the full tensor for all-reduce and reduce-scatter, of
-    the message for a shift.
+    ``nbytes``: size of the rank's own shard for an all-gather, of the full tensor for all-reduce and reduce-scatter.
+    For a shift it is the size of the message, and for an all-to-all the size of the rows for other ranks.
     """
-    if kind == SHIFT:
+    if kind in (SHIFT, ALL_TO_ALL):
         return nbytes
     if kind == "all_gather":
         return (size - 1) * nbytes
@@ -64,17 +64,21 @@ class Links:
             (kind, axis): speed(cluster, kind, span) for axis, span in by_axis.items() for kind in KINDS
         }
         self.speeds |= {(SHIFT, axis): message_speed(cluster, span) for axis, span in by_axis.items()}
-        self.costs: dict[tuple[str, str, float], CollectiveCost] = {}  # cache
+        self.speeds |= {(ALL_TO_ALL, axis): exchange_speed(cluster, span) for axis, span in by_axis.items()}
+        self.costs: dict[tuple[str, str, float, float], CollectiveCost] = {}  # cache
 
-    def cost(self, kind: str, axis: str, nbytes: float) -> CollectiveCost:
-        """Return the cost of a collective; ``nbytes`` as for ``sent_bytes``."""
+    def cost(self, kind: str, axis: str, nbytes: float, received: float = 0.0) -> CollectiveCost:
+        """Return the cost of a collective; ``nbytes`` as for ``sent_bytes``.
+
+        ``received``: bytes that an all-to-all receives, which take longer than the sent bytes if they are more.
+        """
         size, speed = self.sizes[axis], self.speeds[kind, axis]
         sent = sent_bytes(kind, size, nbytes)
-        parts, rows = speed.parts(sent), {"reduce_scatter": size, "all_reduce": speed.local}.get(kind, 1)
+        parts, rows = speed.parts(max(sent, received)), {"reduce_scatter": size, "all_reduce": speed.local}.get(kind, 1)
         cost = CollectiveCost(
             sent, parts, message_size.num_pieces(nbytes / rows), sum(parts), sum(parts) * (1 - speed.hidden)
         )
-        self.costs[kind, axis, nbytes] = cost
+        self.costs[kind, axis, nbytes, received] = cost
         return cost
 
 
@@ -97,16 +101,17 @@ class Rates(NamedTuple):
     def seconds(self, computation: Computation) -> float:
         """Return the seconds of a product or of elementwise operations.
 
-        A product takes the maximum of two times, since it reads and writes while it multiplies.
+        A product takes the maximum of two times, since it reads and writes while it multiplies. Its
+        copies take further time.
         """
-        flops, moved, operations, attention, float8 = computation
+        flops, moved, operations, attention, float8, copied = computation
         if attention is not None and self.s_per_attention_flop is not None:
             product_s = attention * self.s_per_attention_flop
         elif float8 and self.s_per_float8_flop is not None:
             product_s = flops * self.s_per_float8_flop
         else:
             product_s = flops * self.s_per_flop
-        return max(product_s, moved * self.s_per_byte) + operations * self.operation_s
+        return max(product_s, moved * self.s_per_byte) + copied * self.s_per_byte + operations * self.operation_s
 
 
 class PendingCollective(NamedTuple):
@@ -155,11 +160,12 @@ class Device:
             self.peak = self.held + peak
         self.held += held
 
-    def start(self, kind: str, axis: str, nbytes: float) -> PendingCollective | None:
-        """Start a collective; ``nbytes`` as for ``sent_bytes``. Return None on an axis of one device."""
+    def start(self, kind: str, axis: str, nbytes: float, received: float = 0.0) -> PendingCollective | None:
+        """Start a collective; arguments as for ``Links.cost``. Return None on an axis of one device."""
         if self.links.sizes[axis] == 1:
             return None
-        cost = self.links.costs.get((kind, axis, nbytes)) or self.links.cost(kind, axis, nbytes)
+        key = kind, axis, nbytes, received
+        cost = self.links.costs.get(key) or self.links.cost(*key)
         sent, parts, pieces, seconds, exposed_s = cost
         ready = ends = self.now + self.skew_s  # times at which the first and the last piece of a part are ready
         if self.axis_free[axis] <= self.now and seconds < _SHORT * (max(self.channel_free) - self.now):

@@ -38,12 +38,13 @@ class Work(NamedTuple):
 
 
 class Start(NamedTuple):
-    """The start of a collective; ``nbytes`` as for ``gpt4d.planner.device.Device.start``."""
+    """The start of a collective; ``nbytes`` and ``received`` as for ``gpt4d.planner.device.Device.start``."""
 
     key: Key
     kind: str
     axis: str
     nbytes: float
+    received: float
 
 
 class Wait(NamedTuple):

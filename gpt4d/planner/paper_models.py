@@ -2,6 +2,7 @@
 
 They count the products of blocks: the four fully connected layers of a transformer block, the convolutions of a U-Net.
 They omit embedding and head, norms and biases, latency, computation and overlap. The planner's own model includes them.
+For experts, rows travel over z in place of weights, which the paper does not treat.
 """
 
 from collections import Counter
@@ -55,12 +56,18 @@ def product_bytes(
     weight = product.weight / (contracted * produced)
     output = sent_bytes("all_reduce", contracted, samples * product.output / (sizes.z * produced) * element)
     of_input = sent_bytes("all_reduce", produced, samples * product.input / (sizes.z * contracted) * element)
-    along = {product.split.contracted: {"forward": output}, product.split.produced: {"backward": of_input}}
-    return {
-        "z": {
+    if product.exchanged:
+        # y splits the rows' features, as it splits the residual stream.
+        rows = sent_bytes("reduce_scatter", sizes.z, samples * product.exchanged / (sizes.z * sizes.y) * element)
+        over_z = {"forward": rows, "backward": rows}
+    else:
+        over_z = {
             "all_gather": sent_bytes("all_gather", sizes.z, weight / sizes.z * element),
             "reduce_scatter": sent_bytes("reduce_scatter", sizes.z, weight * gradient),
-        },
+        }
+    along = {product.split.contracted: {"forward": output}, product.split.produced: {"backward": of_input}}
+    return {
+        "z": over_z,
         **{axis: kinds for axis, kinds in along.items() if axis is not None},
         "data": {"all_reduce": sent_bytes("all_reduce", sizes.data, weight / sizes.z * gradient)},
     }

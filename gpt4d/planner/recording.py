@@ -1,8 +1,9 @@
 """The work of a microbatch's layers on one device, recorded for a few blocks and replayed for all blocks.
 
 The layers of a model compute on symbolic tensors once. A recording contains their requests: computation, memory,
-collectives over x, y and context, gathered weights, gradients. It contains no times, and nothing that depends on z and
-data. So it is valid for every microbatch, all grids with the same x and y, and every order of the ranks.
+collectives over x, y and context, gathered weights, gradients. It contains no times, and nothing that depends on data
+or, unless z splits experts, on z. So it is valid for every microbatch, all grids with the same x and y, and every order
+of the ranks.
 
 A block reuses the recording of another block of the same kind whose neighbors are of the same kinds.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -101,7 +102,7 @@ def few_blocks(description: Description, model: Description) -> list[str]:
 class Settings:
     """Settings that a recording depends on. ``layers``: further arguments of ``Context``."""
 
-    sizes: GridSizes  # x and y
+    sizes: GridSizes  # x, y and z
     context: int  # number of devices that share samples
     micro_batch: int
     length: int  # tokens of a sample on one device
@@ -117,7 +118,7 @@ class Settings:
     def of(cls, config: Config, sizes: GridSizes, micro_batch: int) -> Settings:
         """Return the settings of a run. ``micro_batch``: samples on one device."""
         return cls(
-            GridSizes(sizes.x, sizes.y),
+            sizes._replace(data=1),
             config.parallel.context,
             micro_batch,
             config.train.seq_len // config.parallel.context,
@@ -139,11 +140,11 @@ def compute_dtype(config: Config) -> str:
 class _RecordingDevice:
     """A device that records requests (gpt4d.parallel.symbolic.stage.CommunicatingDevice)."""
 
-    def __init__(self, settings: Settings, places: dict[str, int]):
+    def __init__(self, settings: Settings, places: dict[str, int], imbalance: float):
         self.compiled, self.is_cpu, self.rates = settings.compiled, settings.is_cpu, settings.rates
         self.plans: dict[tuple, Any] = {}
         self.numbers: Iterator[int] = itertools.count()
-        self.records, self.recomputation, self.imbalance = True, None, 1.0
+        self.records, self.recomputation, self.imbalance = True, None, imbalance
         self.places = places  # indices of the blocks, by name
         self.sizes = {**settings.sizes._asdict(), "none": 1}
         self.segments: list[Segment] = []
@@ -166,9 +167,9 @@ class _RecordingDevice:
     def scratch(self, nbytes: float) -> None:
         self._peak = max(self._peak, self._held + nbytes)
 
-    def start(self, kind: str, axis: str, nbytes: float) -> Any:
+    def start(self, kind: str, axis: str, nbytes: float, received: float = 0.0) -> Any:
         key = self._new_key()
-        self._add(Start(self._seen(key), kind, axis, nbytes))
+        self._add(Start(self._seen(key), kind, axis, nbytes, received))
         return key
 
     def wait(self, collective: Any) -> None:
@@ -298,7 +299,10 @@ class _RecordingWeights(SymbolicWeights):
         context = Context(
             SymbolicGrid(device, settings.sizes, settings.context), settings.dtype, overlap, **dict(settings.layers)
         )
-        super().__init__(context, description.parameters)
+        parameters = {  # the player gathers weights, so a recording contains only gathered ones
+            name: spec.replicated() if spec.gathered else spec for name, spec in description.parameters.items()
+        }
+        super().__init__(context, parameters)
         layers = {0: description.layer_weights(context.recompute)}
         self._uses = weight_order(single_stage(1), layers, description.chunk_contributions(context.num_chunks))
         self._position = -1
@@ -328,6 +332,8 @@ class _RecordingWeights(SymbolicWeights):
 
 def recording_of(description: Description, blocks: Collection[str], settings: Settings) -> MicrobatchRecording:
     """Return the recording of a model with some of its blocks."""
+    if not description.has_local_weights:
+        settings = replace(settings, sizes=settings.sizes._replace(z=1))
     reduced = description.with_blocks(blocks)
     few = description.with_blocks(few_blocks(reduced, description))
     places = {kinds: place for place, kinds in enumerate(surroundings(few))}
@@ -346,7 +352,8 @@ def _have_segments(segments: Sequence[Segment], count: int) -> bool:
 @lru_cache(maxsize=1024)
 def recorded_segments(description: Description, settings: Settings) -> list[Segment]:
     """Compute a microbatch."""
-    recorder = _RecordingDevice(settings, {unit.name: place for place, unit in enumerate(description.blocks)})
+    places = {unit.name: place for place, unit in enumerate(description.blocks)}
+    recorder = _RecordingDevice(settings, places, description.imbalance)
     weights = _RecordingWeights(recorder, description, settings)
     model: Any = SymbolicLayer(description.spec, weights)
     recorder.begin(FORWARD, -1)
@@ -381,7 +388,7 @@ def recorded_segments(description: Description, settings: Settings) -> list[Segm
 def _received(tensor: EdgeTensor, weights: _RecordingWeights, settings: Settings) -> SymbolicTensor:
     """Return this device's shard of a tensor that another part of the model produces."""
     layout = (weights.context.sequence_parallel and tensor.sequence_parallel) or tensor.layout
-    extents = {**settings.sizes._asdict(), CHUNK: 1}
+    extents = {**settings.sizes._asdict(), "z": 1, CHUNK: 1}  # a device has the full microbatch
     tile = layout.tile(tensor.shape(settings.micro_batch, settings.length), extents, dict.fromkeys(extents, 0))
     shape, device = tuple(stop - start for start, stop in tile), weights.device
     if not tensor.has_gradient:

@@ -107,7 +107,8 @@ class StepWalk:
         weights.schedule.finish()
         weights.reduction.finish()
         device.scratch(self.update_bytes)
-        update(device, description.parameters, self.sizes, config.optim, compute_bytes(config))
+        element_bytes, statistics_bytes = compute_bytes(config), description.statistics_bytes
+        update(device, description.parameters, self.sizes, config.optim, element_bytes, statistics_bytes)
         return device
 
     def _continue(self) -> dict[str, tuple[SymbolicTensor, SymbolicTensor]]:
@@ -157,7 +158,7 @@ class StepWalk:
             elif isinstance(event, Drop):
                 del known[_key(event.key, place)]
             elif isinstance(event, Start):
-                known[_key(event.key, place)] = device.start(event.kind, event.axis, event.nbytes)
+                known[_key(event.key, place)] = device.start(*event[1:])
             elif isinstance(event, Wait):
                 device.wait(known[_key(event.key, place)])
             elif isinstance(event, Scatter):

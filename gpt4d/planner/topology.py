@@ -8,6 +8,7 @@ from typing import NamedTuple
 from gpt4d.config import ClusterConfig, GridSizes, LevelConfig, MeasuredConfig
 from gpt4d.parallel.stage_plan import strides
 
+ALL_TO_ALL = "all_to_all"
 _ALL = sys.maxsize  # devices of a node if the machine has one level of links
 
 
@@ -177,7 +178,7 @@ def _measured_speed(cluster: ClusterConfig, kind: str, span: RankSpan) -> Speed 
     """Return the measured speed of a collective, or None.
 
     A measurement on another number of nodes replaces a missing one: the ring has the same rate, and each additional
-    node adds a message.
+    node adds a message. A larger share of an all-to-all leaves a node if there are more nodes.
     """
     node = node_size(cluster)
     local, nodes, sharing = span.local(node), span.nodes(node), span.sharing(node)
@@ -187,7 +188,15 @@ def _measured_speed(cluster: ClusterConfig, kind: str, span: RankSpan) -> Speed 
         return None
     nearest = min(similar, key=lambda m: (abs(m.nodes - nodes), -m.nodes))
     messages = (span.size - 1) / (nearest.local * nearest.nodes - 1)
-    return Speed(nearest.latency_us / 1e6 * messages, 1e-9 / nearest.gb_s, nearest.hidden, nodes > 1)
+    s_per_byte = 1e-9 / nearest.gb_s
+    if kind == ALL_TO_ALL and nodes > 1:
+        s_per_byte *= _leaving(local, nodes) / _leaving(local, nearest.nodes)
+    return Speed(nearest.latency_us / 1e6 * messages, s_per_byte, nearest.hidden, nodes > 1)
+
+
+def _leaving(local: int, nodes: int) -> float:
+    """Return the share of an all-to-all's bytes to other ranks that leaves a node."""
+    return local * (nodes - 1) / (local * nodes - 1)
 
 
 def message_speed(cluster: ClusterConfig, span: RankSpan) -> Speed:
@@ -202,6 +211,27 @@ def message_speed(cluster: ClusterConfig, span: RankSpan) -> Speed:
     levels, ring = crossed_levels(cluster, span), _speed_by_levels(cluster, "all_gather", span)
     latency_s = max(crossed.level.latency_us for crossed in levels) / 1e6
     return Speed(latency_s, _s_per_byte(levels), ring.hidden, ring.across)
+
+
+def exchange_speed(cluster: ClusterConfig, span: RankSpan) -> Speed:
+    """Return the speed of an all-to-all, in seconds per byte that a rank sends to other ranks.
+
+    A rank sends equal parts to all ranks at once. All devices of a node share the links on which the parts for other
+    nodes leave it.
+    """
+    if span.size == 1:
+        return NO_TIME
+    if measured := _measured_speed(cluster, ALL_TO_ALL, span):
+        return measured
+    levels, ring = crossed_levels(cluster, span), _speed_by_levels(cluster, "all_gather", span)
+    s_per_byte, near = 0.0, 1  # near: ranks of a group that the levels so far connect
+    for level, members, sharing in levels:
+        reached = min(near * members, span.size)
+        sent = (reached - near) / (span.size - 1) * near * sharing  # by a member, for each byte that a device sends
+        s_per_byte = max(s_per_byte, 1e-9 * sent / group_bandwidth(level, members))
+        near = reached
+    latency_s = max(crossed.level.latency_us for crossed in levels) / 1e6
+    return Speed(latency_s, s_per_byte, ring.hidden, ring.across)
 
 
 def _speed_by_levels(cluster: ClusterConfig, kind: str, span: RankSpan) -> Speed:

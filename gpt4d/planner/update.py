@@ -15,7 +15,12 @@ _LOCAL_OPERATIONS = 6  # of Muon on a weight: scale, momentum, direction, packin
 
 
 def update(
-    device: Device, parameters: Mapping[str, ParameterSpec], sizes: GridSizes, config: OptimConfig, element_bytes: int
+    device: Device,
+    parameters: Mapping[str, ParameterSpec],
+    sizes: GridSizes,
+    config: OptimConfig,
+    element_bytes: int,
+    statistics_bytes: int = 0,
 ) -> None:
     """Account for the gradient norm and the update of ``parameters``.
 
@@ -25,11 +30,12 @@ def update(
         sizes: the grid.
         config: the optimizer's settings.
         element_bytes: bytes of an element in the compute dtype.
+        statistics_bytes: bytes of further values that all ranks sum with the norm.
     """
     trained = [spec for spec in parameters.values() if not spec.frozen]
     nbytes = sum(spec.optimized_elements(sizes, config.shard_states) for spec in trained) * MASTER_BYTES
     device.compute(Computation(moved=nbytes, operations=len(trained)))
-    device.do("all_reduce", "world", 3 * 8)
+    device.do("all_reduce", "world", 3 * 8 + statistics_bytes)
     hidden = [spec for spec in trained if num_states(spec, config) == 1]
     others = [spec for spec in trained if num_states(spec, config) == 2]
     # AdamW reads and writes the weight, the gradient (to clip it) and two states.

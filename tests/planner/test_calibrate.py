@@ -54,7 +54,7 @@ def test_a_measured_machine_can_be_used_as_a_cluster(ranks, tmp_path):
     assert read_cluster(path) == cluster
     assert cluster.attention_tflops > 0 and cluster.fp8_tflops > 0
     kinds = {(m.kind, m.local, m.nodes) for m in cluster.measured}
-    assert kinds == {(k, n, 1) for k in ("all_reduce", "all_gather", "reduce_scatter") for n in (2, 4)}
+    assert kinds == {(k, n, 1) for k in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all") for n in (2, 4)}
     assert all(m.gb_s > 0 and m.latency_us >= 0 and 0 <= m.hidden <= 1 for m in cluster.measured)
     config = compose([f"cluster={path}", "parallel.pipeline.stages=1"])
     assert config.cluster == cluster

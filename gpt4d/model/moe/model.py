@@ -88,8 +88,11 @@ def describe(config: MoeConfig) -> Description:
     router = 6 * config.layers * config.hidden * config.experts
     assert active.model_flops
     of_llama = active.model_flops
+    unused = config.layers * (config.experts - config.experts_per_token) * 3 * config.hidden * config.inner
     return replace(
         llama,
+        unused_parameters=unused,
+        imbalance=config.imbalance,
         model=model(config).of_parts,
         rules=tuple(rules),
         model_flops=lambda samples, length: of_llama(samples, length) + samples * length * router,

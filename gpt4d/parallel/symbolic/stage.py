@@ -29,8 +29,11 @@ MASTER_DTYPE, MASTER_BYTES = "float32", 4  # dtype and bytes per element of weig
 class CommunicatingDevice(SymbolicDevice, Protocol):
     """A device that also accounts for collectives."""
 
-    def start(self, kind: str, axis: str, nbytes: float) -> Any:
-        """Start a collective on a tensor of ``nbytes``. It overlaps with computation."""
+    def start(self, kind: str, axis: str, nbytes: float, received: float = 0.0) -> Any:
+        """Start a collective on a tensor of ``nbytes``. It overlaps with computation.
+
+        For an all-to-all, ``nbytes`` are the bytes to other ranks, and ``received`` the bytes from them.
+        """
 
     def wait(self, collective: Any) -> None:
         """Wait for a started collective."""
@@ -72,8 +75,12 @@ class SymbolicAxis:
         return self._start("shift", tensor if self.size == 1 else tensor.like().new(), tensor)
 
     def start_all_to_all(self, sent: SymbolicTensor, sent_rows: Sequence[int], received_rows: Sequence[int]) -> Pending:
-        received = sent if self.size == 1 else sent.like((sum(received_rows), *sent.shape[1:])).new()
-        return self._start("all_to_all", received, sent)
+        if self.size == 1:
+            return Pending(sent)
+        received, row = sent.like((sum(received_rows), *sent.shape[1:])).new(), sent.like((1, *sent.shape[1:])).nbytes
+        to_others, from_others = (row * (sum(rows) - rows[self.index]) for rows in (sent_rows, received_rows))
+        collective = self.device.start("all_to_all", self.name, to_others, from_others)
+        return Pending(received, _Run(self.device, collective), source=sent)
 
     def all_reduce(self, tensor: SymbolicTensor, op: str = SUM, parameter: Any = None) -> SymbolicTensor:
         return self.start_all_reduce(tensor).wait()
