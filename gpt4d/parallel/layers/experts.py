@@ -32,7 +32,20 @@ def _flops(rows_RK, weight_EKN) -> int:
     return product
 
 
-@kernel(flops=lambda x_RK, weight, rows_E: _flops(x_RK, weight))
+def _linear(x_RK, weight, rows_E) -> SymbolicTensor:
+    return x_RK.like((x_RK.shape[0], *weight.shape[2:]))
+
+
+def _on_cpu(result: SymbolicTensor) -> int:
+    """Return the bytes of the results of all experts, which a CPU computes one by one and then joins."""
+    return result.nbytes if result.is_cpu else 0
+
+
+@kernel(
+    flops=lambda x_RK, weight, rows_E: _flops(x_RK, weight),
+    copied=lambda *args: 2 * _on_cpu(_linear(*args)),
+    temporary=lambda *args: _on_cpu(_linear(*args)),
+)
 def grouped_linear(x_RK, weight, rows_E):
     """Return the product of each row with its expert's weight.
 
@@ -41,16 +54,26 @@ def grouped_linear(x_RK, weight, rows_E):
         weight: [E, K, *N].
         rows_E: number of rows of each expert, int64.
     """
-    return x_RK.like((x_RK.shape[0], *weight.shape[2:]))
+    return _linear(x_RK, weight, rows_E)
 
 
-@kernel(flops=lambda d_out_RN, weight, x_RK, rows_E: _flops(x_RK, weight), unread=("x_RK",))
+@kernel(
+    flops=lambda d_out_RN, weight, x_RK, rows_E: _flops(x_RK, weight),
+    unread=("x_RK",),
+    copied=lambda d_out_RN, weight, x_RK, rows_E: 2 * _on_cpu(x_RK),
+    temporary=lambda d_out_RN, weight, x_RK, rows_E: _on_cpu(x_RK),
+)
 def grouped_input_gradient(d_out_RN, weight, x_RK, rows_E):
     """Return the gradient of the input of ``grouped_linear``."""
     return x_RK.like()
 
 
-@kernel(flops=lambda d_out_RN, x_RK, weight, added_to, rows_E: _flops(x_RK, weight), unread=("weight",))
+@kernel(
+    flops=lambda d_out_RN, x_RK, weight, added_to, rows_E: _flops(x_RK, weight),
+    unread=("weight",),
+    copied=lambda d_out_RN, x_RK, weight, added_to, rows_E: 0 if added_to else 2 * _on_cpu(weight),
+    temporary=lambda d_out_RN, x_RK, weight, added_to, rows_E: 0 if added_to else _on_cpu(weight),
+)
 def grouped_weight_gradient(d_out_RN, x_RK, weight, added_to, rows_E):
     """Return the gradient of the weight in the dtype of its master ``weight``, added to ``added_to`` if given."""
     return added_to or weight.like()
@@ -99,7 +122,7 @@ def selected_rows(x, order, each: int):
     return x.like((order.shape[0], *x.shape[1:]))
 
 
-@kernel
+@kernel(moved=lambda rows, place, each: 3 * rows.nbytes + rows.nbytes // each + place.nbytes)
 def summed_rows(rows, place, each: int):
     """Return the sums of ``each`` rows, which are at consecutive entries of ``place``, in this order."""
     return rows.like((place.shape[0] // each, *rows.shape[1:]))

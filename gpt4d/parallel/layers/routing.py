@@ -19,13 +19,22 @@ def _flops(x_TH, weight_HE, *_: Any) -> int:
     return 2 * x_TH.shape[0] * weight_HE.shape[0] * weight_HE.shape[1]
 
 
-@kernel(flops=_flops)
+def _converted(x_TH) -> int:
+    """Return the bytes of bf16 activations after their conversion to float32; 0 for other dtypes."""
+    return 0 if x_TH.dtype == wide_dtype(x_TH) else x_TH.like(dtype=wide_dtype(x_TH)).nbytes
+
+
+@kernel(flops=_flops, copied=lambda x_TH, _: 2 * _converted(x_TH), temporary=lambda x_TH, _: _converted(x_TH))
 def router_logits(x_TH, weight_HE):
     """Return ``x·W`` in float32, or float64 for float64."""
     return x_TH.like((x_TH.shape[0], weight_HE.shape[1]), wide_dtype(x_TH))
 
 
-@kernel(flops=lambda d_logits_TE, x_TH, weight_HE: 2 * _flops(x_TH, weight_HE))
+@kernel(
+    flops=lambda d_logits_TE, x_TH, weight_HE: 2 * _flops(x_TH, weight_HE),
+    copied=lambda d_logits_TE, x_TH, weight_HE: 4 * _converted(x_TH),
+    temporary=lambda d_logits_TE, x_TH, weight_HE: 2 * _converted(x_TH),
+)
 def router_gradients(d_logits_TE, x_TH, weight_HE):
     """Return the gradients of the input and of the weight of ``router_logits``."""
     return x_TH.like(), weight_HE.like()

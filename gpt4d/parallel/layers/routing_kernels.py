@@ -11,7 +11,8 @@ def _wide(x):
 
 def router_logits(x_TH, weight_HE):
     """Multiply in float32 or float64."""
-    return matmul(_wide(x_TH), weight_HE.to(_wide(x_TH).dtype))
+    x = _wide(x_TH)
+    return matmul(x, weight_HE.to(x.dtype))
 
 
 def router_gradients(d_logits_TE, x_TH, weight_HE):

@@ -117,6 +117,7 @@ class Kernel:
         attention: maps the arguments of attention to the floating-point operations without masked products.
         moved: maps the arguments to the bytes read and written, for a kernel that does not read complete arguments.
         unread: names of the arguments of which the kernel uses only the shape or the dtype.
+        copied: maps the arguments to the bytes that a product reads and writes before or after it multiplies.
         temporary: maps the arguments to the bytes of temporary tensors, for a kernel that is not in ``EAGER_COSTS``.
         converts: the kernel converts the dtype, and takes no time if the first argument already has the dtype.
         free: the kernel takes no time, and its results take no memory.
@@ -132,13 +133,15 @@ class Kernel:
         attention: Callable[..., float] | None = None,
         moved: Callable[..., float] | None = None,
         unread: Collection[str] = (),
+        copied: Callable[..., float] | None = None,
         temporary: Callable[..., float] | None = None,
         converts: bool = False,
         free: bool = False,
     ):
         self.shapes, self.fused, self.blocks = shapes, fused, blocks
         self.flops, self.float8, self.attention = flops, float8, attention
-        self.moved, self.temporary, self.converts, self.free = moved, temporary, converts, free
+        self.moved, self.copied, self.temporary = moved, copied, temporary
+        self.converts, self.free = converts, free
         self.name = f"{shapes.__module__.rpartition('.')[2]}.{shapes.__name__}"
         self._unread = [index for index, name in enumerate(signature(shapes).parameters) if name in unread]
         self._run: Callable[..., Any] | None = None
@@ -205,7 +208,8 @@ class Kernel:
         key, compiled = f"{self.name} {args[0].dtype} {len(tensors)}", self.fused or self.blocks
         if (compiled and device.compiled) or (not compiled and key not in _eager_costs()):
             temporary = self.temporary(*args) if self.temporary else 0.0
-            return Computation(flops, moved, blocks, attention, self.float8), temporary, places
+            copied = self.copied(*args) if self.copied else 0.0
+            return Computation(flops, moved, blocks, attention, self.float8, copied), temporary, places
         factor, operations, temporary = _eager_costs()[key]
         computation = Computation(flops, factor * moved, operations * blocks, attention, self.float8)
         return computation, temporary * moved / blocks, places

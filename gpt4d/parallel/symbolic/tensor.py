@@ -24,6 +24,7 @@ class Computation(NamedTuple):
         operations: number of operations.
         attention: FLOPs without masked products, if the product is attention.
         float8: the factors of the product are float8.
+        copied: bytes read and written before or after the product.
     """
 
     flops: float = 0.0
@@ -31,6 +32,7 @@ class Computation(NamedTuple):
     operations: int = 1
     attention: float | None = None
     float8: bool = False
+    copied: float = 0.0
 
 
 class SymbolicDevice(Protocol):
