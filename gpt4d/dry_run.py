@@ -45,9 +45,8 @@ def report(plan: ParallelPlan, config: Config) -> str:
     """
     answer = fit(plan, config.cluster)
     step, devices = answer.plan, sum(stage.sizes.devices for stage in plan.stages)
-    size = plan.description.num_parameters
     lines = [
-        ("run", f"{config.run.dir}: {config.model.name}, {size / 1e6:,.1f} M parameters, {batch_text(config)}"),
+        ("run", f"{config.run.dir}: {config.model.name}, {plan.description.size}, {batch_text(config)}"),
         ("data", "; ".join(_data(config))),
         ("grid", f"{step.grid} (x, y, z, data) on {devices} device(s) of {config.cluster.name}{_chosen(plan)}"),
         ("memory", _memory(answer)),

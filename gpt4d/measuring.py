@@ -105,9 +105,8 @@ def summary(plan: ParallelPlan, stage: Stage) -> str:
         precision = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
         config = replace(config, train=replace(config.train, precision=precision))
     estimate = PipelineEstimate.of(plan, config)
-    size = plan.description.num_parameters
     lines = [
-        f"{config.run.name}: {size / 1e6:,.1f} M parameters in {str(dtype).removeprefix('torch.')} on "
+        f"{config.run.name}: {plan.description.size} in {str(dtype).removeprefix('torch.')} on "
         f"{stage.weights.device.type}, grid {' + '.join(str(s.sizes) for s in plan.stages)} (x, y, z, data)"
     ]
     tensors_gib = [peak - gib for peak, gib in zip(estimate.memory_gib, estimate.reserved_gib, strict=True)]

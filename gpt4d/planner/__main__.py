@@ -120,8 +120,8 @@ def _print_fewest(config: Config, keys: list[str]) -> None:
             "pass world_size=N for the reason"
         )
     print(
-        f"{config.model.name}, {batch_text(config)}, needs at least {fewest} device(s) of {config.cluster.name}; "
-        f"world_size={fewest} shows how"
+        f"{tables.model_text(config)}, {batch_text(config)}, needs at least {fewest} device(s) of "
+        f"{config.cluster.name}; world_size={fewest} shows how"
     )
 
 
@@ -167,7 +167,7 @@ def _answer_for_grid(config: Config, query: PlannerQuery, overrides: list[str]) 
         verdict = f"fits only without cluster.margin={config.cluster.margin:g}"
     parts = ", ".join(f"{kind} {gib:.3g}" for kind, gib in plan.memory.items())
     lines = [
-        f"{config.model.name} on grid {plan.grid} of {config.cluster.name}, {batch_text(config)}: {verdict}",
+        f"{tables.model_text(config)} on grid {plan.grid} of {config.cluster.name}, {batch_text(config)}: {verdict}",
         f"memory of a device: {needed:.4g} of {answer.device_gib:.4g} GiB ({parts})",
         tables.plan_line(plan),
     ]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt4d.config import Config
+from gpt4d.model import registry
 from gpt4d.planner.atp import MeshPlan
 from gpt4d.planner.device import AXES
 from gpt4d.planner.duration import batch_text, duration
@@ -85,9 +86,8 @@ def table(config: Config, devices: int, ranking: Ranking) -> str:
     grid_table = Table(box=box.SIMPLE_HEAD, header_style="", title_justify="left", title_style="")
     by_published = any(plan.published_s is not None for plan in ranking.plans)
     order = "the paper's seconds of communication" if by_published else "step time"
-    grid_table.title = (
-        f"{config.model.name} on {devices} device(s) of {config.cluster.name}, {batch_text(config)}, ordered by {order}"
-    )
+    machine = f"{devices} device(s) of {config.cluster.name}"
+    grid_table.title = f"{model_text(config)} on {machine}, {batch_text(config)}, ordered by {order}"
     piped = any(plan.pipeline for plan in ranking.plans)
     grid_table.add_column("grid x·y·z·data" + (" of each stage" if piped else ""), overflow="fold")
     if piped:
@@ -113,6 +113,12 @@ def table(config: Config, devices: int, ranking: Ranking) -> str:
     return "\n".join([_render(grid_table), *_missing_grids(config, ranking)])
 
 
+def model_text(config: Config) -> str:
+    """Return the name of the model and, if a token does not use all parameters, the size of the model."""
+    description = registry.describe(config.model)
+    return f"{config.model.name} ({description.size})" if description.unused_parameters else config.model.name
+
+
 def meshes_as_json(plans: list[MeshPlan]) -> str:
     """Return a JSON list in the order of ``plans``, by ascending time of communication."""
     entries = [
@@ -134,7 +140,7 @@ def meshes_as_json(plans: list[MeshPlan]) -> str:
 
 def mesh_table(config: Config, devices: int, plans: list[MeshPlan]) -> str:
     """Return a line per mesh: the times of its all-reduces, and why the model cannot use it."""
-    heading = f"{config.model.name} on {devices} device(s) of {config.cluster.name}: "
+    heading = f"{model_text(config)} on {devices} device(s) of {config.cluster.name}: "
     lines = [heading + "the all-reduces of a step (ATP paper, Eq. 2)"]
     for plan in plans:
         comm = plan.comm
