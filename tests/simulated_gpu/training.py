@@ -1,5 +1,6 @@
 """Training of a stage on a simulated GPU as the trainer does it: batches, steps, averages, checkpoints, a sample."""
 
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from gpt4d.data.sampler import Blend
 from gpt4d.model import registry
 from gpt4d.monitor import PendingMetrics
 from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layers import experts
 from gpt4d.parallel.stage import Stage
 from gpt4d.plan import ParallelPlan
 from gpt4d.step import TrainStep, build_stage, connect_stages
@@ -100,7 +102,10 @@ def train(config: Config, world_size: int, rank: int, steps: int = STEPS) -> Out
         is_text = registry.of(config.model).task == "language_modeling"
         task = (RandomText if is_text else RandomImages)(plan.config)
         task.connect(stage, plan.micro_batch_size(plan.stage_of(rank)))
-        with patch.object(saving, "run_on_rank0", lambda work, name: work()):
+        with (
+            patch.object(saving, "run_on_rank0", lambda work, name: work()),
+            patch.object(experts, "_rows_of_ranks", _equal_rows(experts._rows_of_ranks)),
+        ):
             _train(job, plan, stage, task, Path(directory), steps)
         stage.wait_for_copies()
         if stage.exchange:
@@ -109,9 +114,23 @@ def train(config: Config, world_size: int, rank: int, steps: int = STEPS) -> Out
     return Outcome(list(job.problems), dict(job.overlaps))
 
 
+def _equal_rows(read: Callable) -> Callable:
+    """Return a function that reads the numbers of rows of experts, and returns equal numbers for all ranks."""
+
+    def rows(sent, received, ranks: int):
+        read(sent, received, ranks)
+        shares = experts._shares(len(sent.order), ranks)
+        return shares, shares
+
+    return rows
+
+
 def _stage(plan: ParallelPlan, rank: int) -> Stage:
     stage_plan = plan.stage_of(rank)
-    grid = Grid(stage_plan.sizes, GPU.type, stage_plan.ranks, context=plan.config.parallel.context)
+    parallel = plan.config.parallel
+    grid = Grid(
+        stage_plan.sizes, GPU.type, stage_plan.ranks, context=parallel.context, expert_data=parallel.expert_data
+    )
     stage = build_stage(plan.config, grid, GPU, plan=plan)
     if len(plan.stages) > 1:
         connect_stages(plan, stage, ranks_per_host=4)

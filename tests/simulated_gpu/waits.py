@@ -4,6 +4,7 @@
 STEP = {
     ("gpt4d/monitor.py", "PendingMetrics.read"),  # the metrics of the previous step
     ("gpt4d/monitor.py", "all_finite"),
+    ("gpt4d/parallel/layers/experts.py", "_rows_of_ranks"),
     ("gpt4d/checkpoint/writer.py", "SavePlanner.create_local_plan"),  # the thread that writes the checkpoint
 }
 # Before the first step, and in the first call of functions with a cache.

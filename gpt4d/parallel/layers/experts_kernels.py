@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from gpt4d.parallel.layers.linear_kernels import matmul, product
 
 
-def _grouped(x, dtype: torch.dtype = torch.bfloat16) -> bool:
+def _grouped(x) -> bool:
     """Return whether the grouped kernel multiplies: for bf16 on GPUs."""
-    return x.is_cuda and x.dtype == torch.bfloat16
+    return not x.is_cpu and x.dtype == torch.bfloat16
 
 
 def _ends(rows_E):
@@ -39,11 +39,14 @@ def grouped_input_gradient(d_out_RN, weight, x_RK, rows_E):
 
 
 def grouped_weight_gradient(d_out_RN, x_RK, weight, added_to, rows_E):
-    """Return the products of each expert's transposed input with its output's gradient, in the dtype of ``weight``."""
+    """Return the products of each expert's transposed input with its output's gradient, in the dtype of ``weight``.
+
+    torch's grouped kernel supports only results in bf16, to which each microbatch's gradient is rounded once.
+    """
     d_rows = d_out_RN.flatten(1)
     if _grouped(x_RK):
-        gradient = F.grouped_mm(x_RK.t(), d_rows, offs=_ends(rows_E), out_dtype=weight.dtype).view(weight.shape)
-        return gradient if added_to is None else added_to.add_(gradient)
+        gradient = F.grouped_mm(x_RK.t(), d_rows, offs=_ends(rows_E)).view(weight.shape)
+        return gradient.to(weight.dtype) if added_to is None else added_to.add_(gradient)
     parts = zip(x_RK.split(rows_E.tolist()), d_rows.split(rows_E.tolist()), strict=True)
     if added_to is None:
         return torch.stack([product(x.t(), d, weight.dtype) for x, d in parts]).view(weight.shape)

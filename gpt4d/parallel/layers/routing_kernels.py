@@ -5,6 +5,11 @@ import torch
 from gpt4d.parallel.layers.linear_kernels import matmul
 
 
+def _product(a, b):
+    """Return the product of matrices in float32 or float64."""
+    return matmul(a, b) if a.is_cpu else a @ b
+
+
 def _wide(x):
     return x if x.dtype == torch.float64 else x.float()
 
@@ -12,13 +17,13 @@ def _wide(x):
 def router_logits(x_TH, weight_HE):
     """Multiply in float32 or float64."""
     x = _wide(x_TH)
-    return matmul(x, weight_HE.to(x.dtype))
+    return _product(x, weight_HE.to(x.dtype))
 
 
 def router_gradients(d_logits_TE, x_TH, weight_HE):
     """Return the gradients of both factors, each in the factor's dtype."""
     x, weight = _wide(x_TH), weight_HE.to(d_logits_TE.dtype)
-    return matmul(d_logits_TE, weight.t()).to(x_TH.dtype), matmul(x.t(), d_logits_TE).to(weight_HE.dtype)
+    return _product(d_logits_TE, weight.t()).to(x_TH.dtype), _product(x.t(), d_logits_TE).to(weight_HE.dtype)
 
 
 def _scores(logits, scoring):
