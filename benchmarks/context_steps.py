@@ -1,18 +1,11 @@
-"""Forward and backward of sequences that several ranks share: settings, grids, and the steps of a worker."""
+"""Forward and backward of sequences that several ranks share: settings and grids."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
-
-import torch
-import torch.distributed as dist
 
 from benchmarks.settings import DeviceConfig, arguments_of
-from benchmarks.worker import Contender
 from benchmarks.workloads import Workload
 from gpt4d.model.llama.config import LlamaConfig
-from gpt4d.testing.memory import allocated_peak
 
 _INNER_MULTIPLE = 64
 _SUFFIXES = {"all_gather": "", "ring": "/ring"}  # in the names of grids
@@ -74,39 +67,3 @@ def context_grids(ranks: int, exchanges: Sequence[str]) -> list[str]:
             if ranks > x:
                 grids.append(f"{x}x1x1x{ranks // x}/context={ranks // x}/tokens{suffix}")
     return [*grids, f"{ranks}x1x1x1/tokens"]
-
-
-class ContextStep(Protocol):
-    """Forward and backward of this rank's tokens, and of the reduction of gradients."""
-
-    def forward_backward(self) -> torch.Tensor:
-        """Compute all gradients and return this rank's loss."""
-
-    def collect_results(self) -> dict:
-        """Delete the gradients, and return the mean loss of all tokens and further results."""
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """Return the gradients of global tensors with the names of a ``TorchLlama``. Every rank calls it."""
-
-
-def gradient_file(directory: str | Path, name: str) -> Path:
-    """Return the file for the gradients of a contender."""
-    return Path(directory) / f"{name.replace('/', '_')}.pt"
-
-
-def context_contender(name: str, step: ContextStep, settings: ContextWorkerConfig) -> Contender:
-    """Return a contender that runs ``step``, or that stores its gradients and measures its memory."""
-
-    def measure_time() -> Callable[[], dict]:
-        step.forward_backward()
-        return step.collect_results
-
-    def store_gradients() -> Callable[[], dict]:
-        peak = torch.tensor(allocated_peak(step.forward_backward))
-        gradients = step.gradients()
-        if dist.get_rank() == 0:
-            torch.save(gradients, gradient_file(settings.gradients, name))
-        dist.all_reduce(peak, dist.ReduceOp.MAX)
-        return lambda: {**step.collect_results(), "peak_mib": peak.item() / 2**20}
-
-    return Contender(store_gradients if settings.gradients else measure_time)

@@ -4,7 +4,8 @@ import torch
 
 from benchmarks.adapters.gpt4d import Training
 from benchmarks.adapters.torch_llama import torch_tensors
-from benchmarks.context_steps import ContextWorkerConfig, context_contender
+from benchmarks.context_steps import ContextWorkerConfig
+from benchmarks.gradient_steps import global_tensor, gradient_contender
 from benchmarks.worker import Contender, share_process_groups
 from benchmarks.workloads import Workload
 from gpt4d.parallel.layout import spec_of
@@ -33,11 +34,8 @@ class SharedSequences(Training):
         for name, parameter in self.stage.module.named_parameters():
             assert parameter.grad is not None
             spec = spec_of(parameter)
-            gradient = parameter.grad.new_zeros(spec.shape)
-            shards = gradient.numel() // parameter.numel()
-            gradient[self.grid.local_slices(spec.shape, spec.layout)] = parameter.grad
-            replicas = self.grid.sizes.devices // shards
-            gradients[name] = self.grid.world.all_reduce(gradient) / replicas
+            place = self.grid.local_slices(spec.shape, spec.layout)
+            gradients[name] = global_tensor(parameter.grad, spec.shape, place)
         return torch_tensors(gradients, self.model)
 
 
@@ -46,5 +44,5 @@ def steps(settings: ContextWorkerConfig, device: VirtualDevice | None) -> dict[s
     begin_contender, contenders = share_process_groups(distinct=True), {}
     for name in settings.grids.split(","):
         begin_contender()
-        contenders[name] = context_contender(name, SharedSequences(name, settings.work), settings)
+        contenders[name] = gradient_contender(name, SharedSequences(name, settings.work), settings.gradients)
     return contenders

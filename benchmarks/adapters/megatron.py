@@ -74,14 +74,16 @@ def without_cuda() -> None:
 
 
 class MegatronGroups:
-    """Process groups for one tensor- and pipeline-parallel size, which megatron keeps in the globals of a module."""
+    """Process groups for tensor-, pipeline- and expert-parallel sizes, which megatron keeps in a module's globals."""
 
-    def __init__(self, tensor: int, pipeline: int = 1):
+    def __init__(self, tensor: int, pipeline: int = 1, experts: int = 1):
         from megatron.core import parallel_state
 
         self.globals = vars(parallel_state)
         self.before = self._values()
-        parallel_state.initialize_model_parallel(tensor, pipeline, create_gloo_process_groups=False)
+        parallel_state.initialize_model_parallel(
+            tensor, pipeline, expert_model_parallel_size=experts, create_gloo_process_groups=False
+        )
         self.values = self._values()
         self.globals.update(self.before)
 

@@ -8,7 +8,8 @@ from torch.nn.utils import get_total_norm
 from benchmarks.adapters.context_attention import ring_attention, ulysses
 from benchmarks.adapters.torch import TorchTraining
 from benchmarks.adapters.torch_llama import Attention, build_torch_llama
-from benchmarks.context_steps import ContextWorkerConfig, context_contender
+from benchmarks.context_steps import ContextWorkerConfig
+from benchmarks.gradient_steps import gradient_contender
 from benchmarks.worker import Contender, share_process_groups
 from benchmarks.workloads import Workload, initial_weights
 from gpt4d.testing.virtual_device import VirtualDevice
@@ -52,4 +53,5 @@ def shared_sequences(work: Workload) -> dict[str, SharedSequences]:
 def steps(settings: ContextWorkerConfig, device: VirtualDevice | None) -> dict[str, Contender]:
     """Return the steps of both."""
     share_process_groups()
-    return {name: context_contender(name, step, settings) for name, step in shared_sequences(settings.work).items()}
+    built = shared_sequences(settings.work)
+    return {name: gradient_contender(name, step, settings.gradients) for name, step in built.items()}

@@ -28,8 +28,9 @@ import torch
 from benchmarks import report
 from benchmarks.adapters.gpt4d_context import SharedSequences
 from benchmarks.cluster import LocalHost
-from benchmarks.context_steps import ContextConfig, context_grids, gradient_file, worker_arguments
+from benchmarks.context_steps import ContextConfig, context_grids, worker_arguments
 from benchmarks.driver import measure, print_rows
+from benchmarks.gradient_steps import compared_gradients
 from benchmarks.interleave import WorkerSpec, interleave
 from benchmarks.settings import parse_grid, plain_rates
 from gpt4d.config import Config, ConfigError, ParallelConfig, PipelineConfig, TrainConfig, divisors
@@ -122,14 +123,9 @@ def values(settings: Settings, exchanges: Sequence[str]) -> list[dict]:
 
     Raises RuntimeError if losses or gradients differ.
     """
-    ranks = LocalHost(settings.hosts * settings.ranks)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
-        rows = interleave(ranks, specs(settings, exchanges, virtual=False, gradients=directory), 1, 0)
-        expected: dict[str, torch.Tensor] = {}
-        for row in rows:
-            found = torch.load(gradient_file(directory, row["name"]), weights_only=True)
-            expected = expected or found
-            row["gradient_difference"] = largest_difference(found, expected)
+        stored = specs(settings, exchanges, virtual=False, gradients=directory)
+        rows = compared_gradients(settings.hosts * settings.ranks, stored, directory)
     kept = "family", "name", "loss", "peak_mib", "gradient_difference"
     rows = [{key: row[key] for key in kept} for row in rows]
     for row in rows:
@@ -138,12 +134,6 @@ def values(settings: Settings, exchanges: Sequence[str]) -> list[dict]:
         if max(loss_difference, row["gradient_difference"]) > _TOLERANCE:
             raise RuntimeError(f"{row['name']}: loss or gradients differ from {rows[0]['name']}")
     return rows
-
-
-def largest_difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Return the largest norm of the difference of two gradients of a parameter, relative to the gradient's norm."""
-    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
-    return max(((found[name] - value).norm() / value.norm()).item() for name, value in expected.items())
 
 
 # -------------------------------------------------------------------------------------------------------- memory

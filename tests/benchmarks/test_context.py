@@ -12,7 +12,8 @@ from benchmarks.adapters import gpt4d_context, torch_context
 from benchmarks.adapters.context_attention import ring_attention, ulysses
 from benchmarks.context_steps import ContextConfig, context_grids
 from benchmarks.experiments import context
-from benchmarks.experiments.context import contiguous_blocks, imbalance, largest_difference, pairs, segment_blocks
+from benchmarks.experiments.context import contiguous_blocks, imbalance, pairs, segment_blocks
+from benchmarks.gradient_steps import largest_difference
 from benchmarks.settings import DeviceConfig, parse_grid
 from gpt4d.config import ConfigError
 

@@ -1,0 +1,93 @@
+"""Forward and backward of layers of a mixture of experts, in gpt4d, plain torch and megatron-core.
+
+    python -m benchmarks moe [grids=1x1x8x1,1x1x8x1/chunks=2] [tokens=2048] [hidden=512] [inner=1344] [mbit=200]
+        [repeats=5] [virtual=false] [out=benchmarks/results/moe]
+
+The ranks are virtual devices, first two hosts with four ranks each, and then one host. Each layer adds the output of 8
+experts, of which a token uses two, to its input. The experts of each token are drawn in advance, so all contenders have
+equal loads. All contenders first compute real values on this machine: outputs and gradients must agree. Then their
+steps alternate, and gradients of weights are reduced in each. ``exposed_s`` is the time in which a device of gpt4d
+waits for an axis. megatron-core takes part if it is installed.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from benchmarks import report
+from benchmarks.driver import measure, print_rows
+from benchmarks.gradient_steps import compared_gradients
+from benchmarks.interleave import WorkerSpec
+from benchmarks.moe_steps import MoeConfig, worker_arguments
+from benchmarks.settings import parse_grids
+
+PACKAGES = ("torch", "megatron-core")
+_TOLERANCE = 1e-5  # relative difference of outputs and gradients, in float32
+_GRIDS = "1x1x8x1", "2x1x4x1", "2x1x4x1/tokens", "1x2x4x1"
+
+
+@dataclass
+class Settings(MoeConfig):
+    # Grids of gpt4d, gx·gy·gz·gdata.
+    grids: str = ",".join(f"{grid}{chunks}" for grid in _GRIDS for chunks in ("", "/chunks=2"))
+    warm_up: int = 1
+    out: str = "benchmarks/results/moe"
+
+
+def run(settings: Settings) -> Iterator[dict]:
+    parse_grids(settings.grids, settings.hosts * settings.ranks)
+    sizes = "layers", "hidden", "inner", "experts", "per_token", "tokens"
+    results: dict[str, Any] = {**settings.description(), **{size: getattr(settings, size) for size in sizes}}
+    results["values"] = values(settings)
+    yield results
+    for hosts in (settings.hosts, 1):
+        print(f"--- {hosts} host(s) with {settings.hosts * settings.ranks // hosts} ranks each", flush=True)
+        cluster = replace(settings, hosts=hosts, ranks=settings.hosts * settings.ranks // hosts)
+        rows = measure(cluster, specs(cluster))
+        print_rows(rows)
+        results[f"hosts_{hosts}"] = rows
+        yield results
+
+
+def specs(settings: Settings, **changes: object) -> list[WorkerSpec]:
+    """Return the worker groups of all frameworks."""
+    adapters = {"ours": ("gpt4d", "torch"), "torch": ("torch", "torch"), "megatron-core": ("megatron", "megatron")}
+    arguments = worker_arguments(settings, settings.grids, **changes)
+    return [
+        WorkerSpec(family, f"benchmarks.adapters.{adapter}_moe", "steps", package, arguments)
+        for family, (adapter, package) in adapters.items()
+    ]
+
+
+def values(settings: Settings) -> list[dict]:
+    """Return the difference of each contender's output and gradients to the first contender's.
+
+    Raises RuntimeError if they differ.
+    """
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
+        stored = specs(settings, virtual=False, gradients=directory)
+        rows = compared_gradients(settings.hosts * settings.ranks, stored, directory)
+    kept = "family", "name", "peak_mib", "gradient_difference"
+    rows = [{key: row[key] for key in kept} for row in rows]
+    for row in rows:
+        print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+        if row["gradient_difference"] > _TOLERANCE:
+            raise RuntimeError(f"{row['name']}: output or gradients differ from {rows[0]['name']}")
+    return rows
+
+
+def plot(settings: Settings, results: dict) -> Any:
+    """Return a figure with a panel for each number of hosts; None before the first is measured."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    measured = {key: report.counting(results[key]) for key in results if key.startswith("hosts_")}
+    if not measured:
+        return None
+    figure = Figure(figsize=(9, 1 + 3.4 * len(measured)), layout="constrained")
+    for axes, (key, rows) in zip(figure.subplots(len(measured), 1, squeeze=False)[:, 0], measured.items(), strict=True):
+        report.draw_bars(axes, rows, [f"{row['family']} {row['name']}" for row in rows])
+        axes.set_title(f"{key.removeprefix('hosts_')} host(s): {results['layers']} layers of experts")
+        axes.set_xlabel("seconds (median, min–max)")
+    return figure
