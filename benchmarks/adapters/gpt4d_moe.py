@@ -17,7 +17,7 @@ from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.exchange import Summed, exchanged
 from gpt4d.parallel.layers.experts import ExpertsSpec
-from gpt4d.parallel.layers.layer import BoundLayer, LayersSpec, LayerSpec
+from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec, LayersSpec
 from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layers.routing import ExpertWeightsFunction, LogitsFunction, RouterSpec, Routing, Scoring
 from gpt4d.parallel.layout import spec_of

@@ -38,7 +38,7 @@ def without_copies_to_host() -> None:
 
 def with_unequal_parts() -> None:
     """Patch torch for gloo, which can neither gather nor reduce-scatter parts of unequal sizes: by all-to-alls."""
-    gather, scatter = dist.all_gather, dist.reduce_scatter
+    gather = dist.all_gather
 
     def all_gather(parts: list[torch.Tensor], own: torch.Tensor, group: Any = None) -> None:
         if len({len(part) for part in parts}) == 1:
@@ -55,7 +55,6 @@ def with_unequal_parts() -> None:
         dist.all_to_all_single(received, torch.cat(parts), [len(own)] * len(parts), sent, group=group)
         torch.sum(received.unflatten(0, (len(parts), len(own))), 0, out=own)
 
-    dist.all_gather, dist.reduce_scatter = all_gather, reduce_scatter
     torch.distributed.all_gather, torch.distributed.reduce_scatter = all_gather, reduce_scatter
 
 

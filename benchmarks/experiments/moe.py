@@ -80,7 +80,6 @@ def values(settings: Settings) -> list[dict]:
 def plot(settings: Settings, results: dict) -> Any:
     """Return a figure with a panel for each number of hosts; None before the first is measured."""
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
     measured = {key: report.counting(results[key]) for key in results if key.startswith("hosts_")}
     if not measured:
