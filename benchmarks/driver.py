@@ -9,7 +9,8 @@ A benchmark is a module of ``benchmarks.experiments`` with
 - ``plot(settings, results)``, optional: returns a figure of matplotlib.
 """
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -49,6 +50,21 @@ def measure(settings: DeviceConfig, specs: Sequence[WorkerSpec]) -> list[dict]:
     """Return one row per contender, which alternate on the emulated cluster of ``settings``."""
     with EmulatedCluster(settings) as cluster:
         return interleave(cluster, specs, settings.repeats, settings.warm_up)
+
+
+def measure_parts(
+    parts: Mapping[str, Callable[[], Any]], results: dict[str, Any], out: str, continued: bool
+) -> Iterator[dict]:
+    """Measure parts by name, and yield ``results`` with the parts so far after each.
+
+    ``continued``: keep the parts that ``out``.json has, because an earlier run was interrupted.
+    """
+    earlier = json.loads(Path(out).with_suffix(".json").read_text()) if continued else {}
+    results |= {part: earlier[part] for part in parts if part in earlier}
+    for part, measure_part in parts.items():
+        if part not in results:
+            results[part] = measure_part()
+            yield results
 
 
 def print_rows(rows: Iterable[dict]) -> None:

@@ -14,8 +14,7 @@ from benchmarks.moe_steps import MoeConfig, MoeWork, MoeWorkerConfig
 from benchmarks.worker import Contender, share_process_groups
 from gpt4d.testing.virtual_device import VirtualDevice
 
-# name: expert-parallel and tensor-parallel size; the latter also splits each expert
-SETTINGS = {"EP8": (8, 1), "EP4 × TP2": (4, 2)}
+_TENSOR_SIZES = 1, 2  # tensor-parallel sizes, which also split each expert
 
 
 def without_copies_to_host() -> None:
@@ -167,12 +166,14 @@ class Mixtures:
 
 
 def steps(settings: MoeWorkerConfig, device: VirtualDevice | None) -> dict[str, Contender]:
-    """Return the steps with each pair of sizes that all ranks allow."""
+    """Return the steps with each tensor-parallel size. The other ranks share the experts."""
     share_process_groups()
     without_cuda()
     without_copies_to_host()
     with_unequal_parts()
-    return {
-        name: gradient_contender(name, Mixtures(*sizes, settings.work), settings.gradients)
-        for name, sizes in SETTINGS.items()
-    }
+    contenders = {}
+    for tensor in _TENSOR_SIZES:
+        experts = dist.get_world_size() // tensor
+        name = f"EP{experts}" + (f" × TP{tensor}" if tensor > 1 else "")
+        contenders[name] = gradient_contender(name, Mixtures(experts, tensor, settings.work), settings.gradients)
+    return contenders

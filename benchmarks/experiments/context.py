@@ -14,13 +14,11 @@ The peak of memory is also measured for 1, 2, 4 and 8 ranks per sequence, with a
 of attention between ranks is counted and measured, with segments and with contiguous parts of a sequence.
 """
 
-import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +27,7 @@ from benchmarks import report
 from benchmarks.adapters.gpt4d_context import SharedSequences
 from benchmarks.cluster import LocalHost
 from benchmarks.context_steps import ContextConfig, context_grids, worker_arguments
-from benchmarks.driver import measure, print_rows
+from benchmarks.driver import measure, measure_parts, print_rows
 from benchmarks.gradient_steps import compared_gradients
 from benchmarks.interleave import WorkerSpec, interleave
 from benchmarks.settings import parse_grid, plain_rates
@@ -68,13 +66,8 @@ def run(settings: Settings) -> Iterator[dict]:
         f"hosts_{settings.hosts}": lambda: steps(settings, exchanges),
         "hosts_1": lambda: steps(replace(settings, hosts=1), exchanges),
     }
-    earlier = json.loads(Path(settings.out).with_suffix(".json").read_text()) if settings.continued else {}
     results = {**settings.description(), "model": asdict(settings.work.model), "tokens": settings.length}
-    results |= {part: earlier[part] for part in parts if part in earlier}
-    for part, measure_part in parts.items():
-        if part not in results:
-            results[part] = measure_part()
-            yield results
+    yield from measure_parts(parts, results, settings.out, settings.continued)
 
 
 def steps(settings: Settings, exchanges: Sequence[str]) -> dict:

@@ -1,7 +1,7 @@
 """Forward and backward of layers of a mixture of experts, in gpt4d, plain torch and megatron-core.
 
     python -m benchmarks moe [grids=1x1x8x1,1x1x8x1/chunks=2] [tokens=2048] [hidden=512] [inner=1344] [mbit=200]
-        [repeats=5] [virtual=false] [out=benchmarks/results/moe]
+        [repeats=5] [virtual=false] [continued=true] [out=benchmarks/results/moe]
 
 The ranks are virtual devices, first two hosts with four ranks each, and then one host. Each layer adds the output of 8
 experts, of which a token uses two, to its input. The experts of each token are drawn in advance, so all contenders have
@@ -11,12 +11,13 @@ waits for an axis. megatron-core takes part if it is installed.
 """
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from benchmarks import report
-from benchmarks.driver import measure, print_rows
+from benchmarks.driver import measure, measure_parts, print_rows
 from benchmarks.gradient_steps import compared_gradients
 from benchmarks.interleave import WorkerSpec
 from benchmarks.moe_steps import MoeConfig, worker_arguments
@@ -24,7 +25,7 @@ from benchmarks.settings import parse_grids
 
 PACKAGES = ("torch", "megatron-core")
 _TOLERANCE = 1e-5  # relative difference of outputs and gradients, in float32
-_GRIDS = "1x1x8x1", "2x1x4x1", "2x1x4x1/tokens", "1x2x4x1"
+_GRIDS = "1x1x8x1", "2x1x4x1/tokens", "1x2x4x1"
 
 
 @dataclass
@@ -32,22 +33,29 @@ class Settings(MoeConfig):
     # Grids of gpt4d, gx·gy·gz·gdata.
     grids: str = ",".join(f"{grid}{chunks}" for grid in _GRIDS for chunks in ("", "/chunks=2"))
     warm_up: int = 1
+    continued: bool = False  # keep the parts that ``out``.json has: an earlier run was interrupted
     out: str = "benchmarks/results/moe"
 
 
 def run(settings: Settings) -> Iterator[dict]:
     parse_grids(settings.grids, settings.hosts * settings.ranks)
+    hosts, ranks = settings.hosts, settings.hosts * settings.ranks
+    # The link inside a host has the same rate in both clusters, although more ranks share the uplink of one host.
+    one_host = replace(settings, hosts=1, ranks=ranks, intra_host_ratio=settings.intra_host_ratio * hosts)
+    clusters = [settings, one_host]
+    parts: dict[str, Callable[[], Any]] = {"values": lambda: values(settings)}
+    parts |= {f"hosts_{cluster.hosts}": partial(steps, cluster) for cluster in clusters}
     sizes = "layers", "hidden", "inner", "experts", "per_token", "tokens"
-    results: dict[str, Any] = {**settings.description(), **{size: getattr(settings, size) for size in sizes}}
-    results["values"] = values(settings)
-    yield results
-    for hosts in (settings.hosts, 1):
-        print(f"--- {hosts} host(s) with {settings.hosts * settings.ranks // hosts} ranks each", flush=True)
-        cluster = replace(settings, hosts=hosts, ranks=settings.hosts * settings.ranks // hosts)
-        rows = measure(cluster, specs(cluster))
-        print_rows(rows)
-        results[f"hosts_{hosts}"] = rows
-        yield results
+    results = {**settings.description(), **{size: getattr(settings, size) for size in sizes}}
+    yield from measure_parts(parts, results, settings.out, settings.continued)
+
+
+def steps(settings: Settings) -> list[dict]:
+    """Return a row per contender, which alternate."""
+    print(f"--- {settings.hosts} host(s) with {settings.ranks} ranks each", flush=True)
+    rows = measure(settings, specs(settings))
+    print_rows(rows)
+    return rows
 
 
 def specs(settings: Settings, **changes: object) -> list[WorkerSpec]:

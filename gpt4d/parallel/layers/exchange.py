@@ -5,7 +5,7 @@ A collective starts in one node of the autograd graph and ends in another, and o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from gpt4d.parallel.comm.pending import Pending
@@ -145,13 +145,18 @@ class AllToAll(_Gradient):
         axis: the ranks.
         sent: numbers of rows for each rank, in the order of the rows.
         received: numbers of rows from each rank.
+        later: computations of the backward, which take place after the start of its exchange.
     """
 
-    def __init__(self, axis: Any, sent: Sequence[int], received: Sequence[int]):
-        self.axis, self.sent, self.received = axis, sent, received
+    def __init__(
+        self, axis: Any, sent: Sequence[int], received: Sequence[int], later: list[Callable[[], None]] | None = None
+    ):
+        self.axis, self.sent, self.received, self.later = axis, sent, received, later
 
     def start(self, sent: Any) -> Any:
         return self.axis.start_all_to_all(sent, self.sent, self.received)
 
     def start_gradient(self, d_received: Any) -> None:
         self.gradient = self.axis.start_all_to_all(d_received.detach().contiguous(), self.received, self.sent)
+        while self.later:
+            self.later.pop(0)()  # and forget its tensors

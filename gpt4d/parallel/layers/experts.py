@@ -9,12 +9,11 @@ an expert; E: experts of this rank; H, N: its features of the residual stream an
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from gpt4d.parallel.engine.interleave import YieldPoint
 from gpt4d.parallel.layers.exchange import AllToAll, Exchanges, Summed, SummedGradient, exchanged
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.product import TOKENS, ProductContext, Recomputable, multiply, start_gather
@@ -246,14 +245,17 @@ class ExpertsSpec(LayerSpec):
                 x_TH, weights_TK = await exchanged(*inputs)
         each = experts_TK.shape[1]
         sent = _Order(*in_expert_order(experts_TK, self.experts))
-        transfer = await self._transfer(layer, sent, experts_TK) if ranks.size > 1 else None
+        transfer = self._transfer(layer, sent) if ranks.size > 1 else None
         rows = SelectedRowsFunction.apply(x_TH, sent.order, sent.place, each)
         row_weights = SelectedRowsFunction.apply(weights_TK.flatten().unsqueeze(1), sent.order, sent.place, 1)
         del x_TH, weights_TK
         own, travelling = sent, None
+        # Gradients of weights, which the backward computes while it sends the gradients of rows back.
+        later: list[Callable[[], None]] | None = [] if transfer and rows.grad_fn is not None else None
         if transfer:
             travelling = Exchanges(
-                *((tensor, AllToAll(ranks, transfer.sent, transfer.received)) for tensor in (rows, row_weights))
+                (rows, AllToAll(ranks, transfer.sent, transfer.received, later)),
+                (row_weights, AllToAll(ranks, transfer.sent, transfer.received)),
             )
         added_TH = None if other is None else await other
         if transfer and travelling:
@@ -262,11 +264,12 @@ class ExpertsSpec(LayerSpec):
             rows = SelectedRowsFunction.apply(rows, own.order, own.place, 1)
             row_weights = SelectedRowsFunction.apply(row_weights, own.order, own.place, 1)
         products = GroupedMatmul(own.rows)
-        gate_and_up = await multiply(rows, layer.up, None, ProductContext(weights, products, y, alone))
+        gate_and_up = await multiply(rows, layer.up, None, ProductContext(weights, products, y, alone, later=later))
         del rows
         act = _activated(weights, gate_and_up, row_weights)
         del gate_and_up, row_weights
-        out = await multiply(act, layer.down, None, ProductContext(weights, products, alone, y, transposed=True))
+        second = ProductContext(weights, products, alone, y, True, later=later, exchanged=transfer is not None)
+        out = await multiply(act, layer.down, None, second)
         if transfer:
             out = SelectedRowsFunction.apply(out, own.place, own.order, 1)
             (out,) = await exchanged((out, AllToAll(ranks, transfer.received, transfer.sent)))
@@ -275,13 +278,14 @@ class ExpertsSpec(LayerSpec):
             (out_TH,) = await exchanged((out_TH, Summed(x, splits)))
         return out_TH if added_TH is None else out_TH + added_TH
 
-    async def _transfer(self, layer: BoundLayer, sent: _Order, experts_TK: Any) -> _Transfer:
-        """Exchange the numbers of rows of all experts. The host waits for them, because they determine shapes."""
+    def _transfer(self, layer: BoundLayer, sent: _Order) -> _Transfer:
+        """Exchange the numbers of rows of all experts. The host waits for them, because they determine shapes.
+
+        The chunk does not yield, so its rows are sent while the remaining chunks compute.
+        """
         axis = layer.context.expert_axis
         own = self.experts // axis.size
-        pending = axis.start_all_to_all(sent.rows, [own] * axis.size, [own] * axis.size)
-        await YieldPoint()
-        rows_of_ranks = pending.wait()
+        rows_of_ranks = axis.start_all_to_all(sent.rows, [own] * axis.size, [own] * axis.size).wait()
         sent_rows, received_rows = _rows_of_ranks(sent, rows_of_ranks, axis.size)
         experts = experts_of_rows(rows_of_ranks, axis.size, sum(received_rows))
         return _Transfer(sent_rows, received_rows, _Order(*in_expert_order(experts, own)))

@@ -140,6 +140,9 @@ class ProductContext:
     produced: Any  # splits the output's features; the input's gradient is all-reduced over this axis
     transposed: bool = False  # the output, not the input, belongs to the residual stream
     inner_split: int | None = None  # dim of the inner activation that the residual stream's axis splits too
+    # The caller exchanges the input's gradient and computes the weight's gradient during the exchange.
+    later: list[Callable[[], None]] | None = None
+    exchanged: bool = False  # the caller exchanges the output and yields after the start of the exchange
 
     def splits(self) -> tuple[int | None, int | None]:
         """Return the dim of the input that ``produced`` splits and the dim of the output that ``contracted`` splits.
@@ -310,7 +313,10 @@ class ProductFunction(Function):
             def d_weight(earlier: Any | None) -> Any:
                 return context.operation.weight_gradient(d_out_BN, x_BK, call.weight, earlier)
 
-            of_weight = weights.add_gradient(call.weight, d_weight)
+            if context.later is None:
+                of_weight = weights.add_gradient(call.weight, d_weight)
+            else:
+                context.later.append(partial(weights.add_gradient, call.weight, d_weight))
         if call.bias is not None and ctx.needs_input_grad[2]:
             d_bias = bias_gradient(d_out_BN, call.bias)
         return d_x, of_weight, d_bias, None
@@ -364,7 +370,8 @@ async def multiply(
         await YieldPoint()  # the remaining chunks save their inputs, and the last chunk ends the recomputation
     call.start_product(x_BK.detach())
     if output_split is None:
-        await YieldPoint()
+        if not context.exchanged or separate_input:
+            await YieldPoint()
         return ProductFunction.apply(x_BK, weight, bias, call)
     shape_of_product = ProductFunction.apply(x_BK, weight, bias, call)
     await YieldPoint()
