@@ -15,6 +15,11 @@ def _ends(rows_E):
     return rows_E.cumsum(0, dtype=torch.int32)
 
 
+def _joined(parts):
+    """Concatenate the results of experts. The result of one expert is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 def _matrices(weight):
     return weight.flatten(2)
 
@@ -25,7 +30,7 @@ def grouped_linear(x_RK, weight, rows_E):
         out = F.grouped_mm(x_RK, _matrices(weight), offs=_ends(rows_E))
     else:
         parts = x_RK.split(rows_E.tolist())
-        out = torch.cat([matmul(part, matrix) for part, matrix in zip(parts, _matrices(weight), strict=True)])
+        out = _joined([matmul(part, matrix) for part, matrix in zip(parts, _matrices(weight), strict=True)])
     return out.view(len(x_RK), *weight.shape[2:])
 
 
@@ -35,7 +40,7 @@ def grouped_input_gradient(d_out_RN, weight, x_RK, rows_E):
     if _grouped(d_rows):
         return F.grouped_mm(d_rows, matrices, offs=_ends(rows_E))
     parts = d_rows.split(rows_E.tolist())
-    return torch.cat([matmul(part, matrix) for part, matrix in zip(parts, matrices, strict=True)])
+    return _joined([matmul(part, matrix) for part, matrix in zip(parts, matrices, strict=True)])
 
 
 def grouped_weight_gradient(d_out_RN, x_RK, weight, added_to, rows_E):
@@ -49,7 +54,7 @@ def grouped_weight_gradient(d_out_RN, x_RK, weight, added_to, rows_E):
         return gradient.to(weight.dtype) if added_to is None else added_to.add_(gradient)
     parts = zip(x_RK.split(rows_E.tolist()), d_rows.split(rows_E.tolist()), strict=True)
     if added_to is None:
-        return torch.stack([product(x.t(), d, weight.dtype) for x, d in parts]).view(weight.shape)
+        return _joined([product(x.t(), d, weight.dtype) for x, d in parts]).view(weight.shape)
     for total, (x, d) in zip(_matrices(added_to), parts, strict=True):
         product(x.t(), d, weight.dtype, total)
     return added_to
