@@ -268,7 +268,7 @@ class ExpertsSpec(LayerSpec):
         del rows
         act = _activated(weights, gate_and_up, row_weights)
         del gate_and_up, row_weights
-        second = ProductContext(weights, products, alone, y, True, later=later, exchanged=transfer is not None)
+        second = ProductContext(weights, products, alone, y, transposed=True, later=later)
         out = await multiply(act, layer.down, None, second)
         if transfer:
             out = SelectedRowsFunction.apply(out, own.place, own.order, 1)

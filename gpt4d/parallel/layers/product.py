@@ -142,7 +142,6 @@ class ProductContext:
     inner_split: int | None = None  # dim of the inner activation that the residual stream's axis splits too
     # The caller exchanges the input's gradient and computes the weight's gradient during the exchange.
     later: list[Callable[[], None]] | None = None
-    exchanged: bool = False  # the caller exchanges the output and yields after the start of the exchange
 
     def splits(self) -> tuple[int | None, int | None]:
         """Return the dim of the input that ``produced`` splits and the dim of the output that ``contracted`` splits.
@@ -370,8 +369,7 @@ async def multiply(
         await YieldPoint()  # the remaining chunks save their inputs, and the last chunk ends the recomputation
     call.start_product(x_BK.detach())
     if output_split is None:
-        if not context.exchanged or separate_input:
-            await YieldPoint()
+        await YieldPoint()
         return ProductFunction.apply(x_BK, weight, bias, call)
     shape_of_product = ProductFunction.apply(x_BK, weight, bias, call)
     await YieldPoint()
