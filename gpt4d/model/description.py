@@ -216,7 +216,7 @@ class Description:
 
     @cached_property
     def routers(self) -> dict[str, int]:
-        """The names of all routers of experts, with their numbers of experts. A stage has all of them too."""
+        """The names of all routers of experts, with their numbers of experts. A stage lists all of them too."""
         states = {name: spec for name, spec in self.parameters.items() if spec.state}
         return {name.rpartition(".")[0]: spec.shape[0] for name, spec in states.items()}
 
@@ -357,7 +357,9 @@ class Description:
         begins = any(part[0].part.begins for part in chosen)
         first = {} if begins else self.model([self.units[0].part]).all_parameters
         copied = {name: self.parameters[name] for name in stage.spec.all_parameters if name in first}
-        return replace(stage, copied=copied)
+        stage = replace(stage, copied=copied)
+        stage.__dict__["routers"] = self.routers
+        return stage
 
     def part(self, first: int, stop: int) -> Part:
         """Return the part from unit ``first`` up to unit ``stop``, which is exclusive."""
