@@ -32,7 +32,7 @@ def adapted(description: Description, settings: LoraConfig) -> Description:
         used = [parameters[name] for unit in units for name in result.probe.weights(unit).forward]
         trained = [parameter for parameter in parameters.values() if not parameter.frozen]
         # The gradients of frozen weights are not computed: two of the six operations per weight and token.
-        per_token = 6 * _elements(trained) - 2 * _elements(used)
+        per_token = 6 * _elements(trained) - 2 * (_elements(used) - description.unused_parameters)
         return description.training_flops(samples, length) + samples * length * per_token
 
     result = replace(description, model=model, model_flops=model_flops)
