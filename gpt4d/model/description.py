@@ -216,7 +216,7 @@ class Description:
 
     @cached_property
     def routers(self) -> dict[str, int]:
-        """The names of all routers of experts, with their numbers of experts. A stage lists all of them too."""
+        """The names of all routers of experts, with their numbers of experts. A stage also lists all of them."""
         states = {name: spec for name, spec in self.parameters.items() if spec.state}
         return {name.rpartition(".")[0]: spec.shape[0] for name, spec in states.items()}
 
@@ -243,7 +243,7 @@ class Description:
         return replace(self, replicated=frozenset(self.blocks[place].name for place in places))
 
     def with_expert_data(self) -> Description:
-        """Return the same model with experts that data splits too."""
+        """Return the same model with experts that data also splits."""
         rules = [replace(rule, axes=("data", "z")) if rule.quantity == EXPERTS else rule for rule in self.rules]
         return replace(self, rules=tuple(rules), expert_data=True)
 

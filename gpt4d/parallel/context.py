@@ -27,7 +27,7 @@ class Context:
         sequence_parallel: x splits the tokens between the layers; always false on a grid without x.
         context_ring: keys and values of shared sequences travel around a ring of ranks; false: they are all-gathered.
         float8: linear layers of blocks multiply in float8 (gpt4d.parallel.layers.float8).
-        expert_data: data splits experts too.
+        expert_data: data also splits experts.
     """
 
     grid: Any

@@ -130,7 +130,7 @@ class ParameterSpec:
         return replace(self, layout=Layout(*(tuple(axis for axis in dim if axis != "z") for dim in self.layout.dims)))
 
     def with_expert_data(self) -> "ParameterSpec":
-        """Return the spec of experts that data splits too."""
+        """Return the spec of experts that data also splits."""
         assert self.local
         _, *others = self.layout.dims
         return replace(self, layout=Layout(("data", "z"), *others))

@@ -1,4 +1,4 @@
-"""Routers during training: loads and biases are those of the global batch on every grid; metrics; 20 losses."""
+"""Routers during training: every grid has the loads and biases of the global batch; metrics; 20 losses."""
 
 import pytest
 import torch

@@ -125,7 +125,7 @@ class SummedGradient(_Gradient):
 class Summed(_Gradient):
     """The output of layers that are split over an axis: it is all-reduced over the axis.
 
-    ``splits_tokens``: the axis splits the tokens of the result, so it is reduce-scattered instead.
+    ``splits_tokens``: the axis splits the tokens of the result, so the sum is a reduce-scatter.
     """
 
     def __init__(self, axis: Any, splits_tokens: bool = False):
