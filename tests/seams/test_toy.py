@@ -185,7 +185,7 @@ def test_a_checkpoint_of_another_toy_or_of_gpt2_is_rejected(tmp_path, straight):
     with pytest.raises(ConfigError, match=r"model\.wide=64: the checkpoint .* has 32"):
         Checkpoint(saved).check_fits(replace(straight.model, wide=64))
     with pytest.raises(ConfigError, match=r"model=gpt2: the checkpoint .* is of family toy"):
-        Checkpoint(saved).check_fits(compose([]).model)
+        Checkpoint(saved).check_fits(compose(["model=gpt_tiny"]).model)
     with pytest.raises(ConfigError, match=r"task=language_modeling: .* was trained for regression"):
         Checkpoint(saved).check_task("language_modeling", {})
 
