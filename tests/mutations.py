@@ -127,8 +127,8 @@ MUTATIONS = [
     ),
     Mutation(
         "parallel/comm/collectives.py",
-        "axis, 2 * (axis.size - 1) / axis.size, parameter, overlaps, op)",
-        "axis, (axis.size - 1) / axis.size, parameter, overlaps, op)",
+        "2 * (axis.size - 1) / axis.size * tensor.nbytes",
+        "(axis.size - 1) / axis.size * tensor.nbytes",
         "counted bytes equal planned bytes",
         "tests/test_trainer.py::test_bytes_of_a_layer_follow_the_papers_equations",
     ),

@@ -213,10 +213,13 @@ class Estimate:
             totals = self.walk(micro_batch, blocks).run(walked).totals()
             totals = _sum(totals, self._further_microbatch(micro_batch)[4:], microbatches - walked)
         seconds, compute_s, *rest = totals
+        absent = set() if config.optim.uses_muon else {"stage"}
+        if not config.parallel.expert_data or min(self.sizes.z, self.sizes.data) == 1:
+            absent.add("batch")
         comm = {
             axis: dict(zip(("bytes", "time_s", "exposed_s"), rest[3 * n : 3 * n + 3], strict=True))
             for n, axis in enumerate(AXES)
-            if self.links.sizes[axis] > 1 and (axis != "stage" or config.optim.uses_muon)
+            if self.links.sizes[axis] > 1 and axis not in absent
         }
         memory = {kind: nbytes / GIB for kind, nbytes in state.items()}
         memory["reserved"] = self.reserved_gib
