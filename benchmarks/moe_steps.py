@@ -10,9 +10,10 @@ from functools import cached_property
 
 import torch
 
+from benchmarks.gradient_steps import global_tensor
 from benchmarks.settings import DeviceConfig, arguments_of
 
-_STD = 0.05  # of all weights: large enough for gradients of routers that float32 represents well
+_STD = 0.05  # standard deviation of all weights, with which the gradients of routers are not tiny
 
 
 @dataclass
@@ -71,3 +72,13 @@ class MoeWork:
         """Return the tokens of share ``index`` of ``shares``."""
         size = self.config.tokens // shares
         return slice(index * size, (index + 1) * size)
+
+
+def token_tensors(output: torch.Tensor, inputs: torch.Tensor, work: MoeWork, place: tuple[slice, ...]) -> dict:
+    """Return the global output of the last layer and the gradient of the inputs, of which a rank has ``place``."""
+    assert inputs.grad is not None
+    shape = work.inputs.shape
+    return {
+        "output": global_tensor(output.detach(), shape, place),
+        "input": global_tensor(inputs.grad, shape, place),
+    }

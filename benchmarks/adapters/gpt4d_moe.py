@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks.gradient_steps import global_tensor, gradient_contender
-from benchmarks.moe_steps import MoeWork, MoeWorkerConfig
+from benchmarks.moe_steps import MoeWork, MoeWorkerConfig, token_tensors
 from benchmarks.settings import parse_grid
 from benchmarks.worker import Contender, share_process_groups
 from gpt4d.config import OverlapConfig
@@ -59,7 +59,7 @@ class Mixtures:
     """The layers on a grid such as ``1x1x8x1/chunks=2``."""
 
     def __init__(self, name: str, work: MoeWork):
-        config = work.config
+        self.work, config = work, work.config
         sizes, parallel, _ = parse_grid(name)
         self.grid = grid = Grid(sizes)
         context = Context(
@@ -97,7 +97,6 @@ class Mixtures:
             tokens = slice(first, first + part)
         features = config.hidden // grid.y.size
         self.place = tokens, slice(grid.y.index * features, (grid.y.index + 1) * features)
-        self.shape = work.inputs.shape
         self.inputs = work.inputs[self.place].contiguous().requires_grad_()
         self.upstream, self.routes = work.upstream[self.place].contiguous(), work.routes[tokens].contiguous()
 
@@ -117,10 +116,7 @@ class Mixtures:
         return {"exposed_s": {axis.name: axis.traffic.read()["exposed_s"] for axis in self.grid if axis.size > 1}}
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        found = {
-            "output": global_tensor(self.output.detach(), self.shape, self.place),
-            "input": global_tensor(self.inputs.grad, self.shape, self.place),
-        }
+        found = token_tensors(self.output, self.inputs, self.work, self.place)
         for name, parameter in self.parameters.items():
             found[name] = global_tensor(parameter.grad, spec_of(parameter).shape, self._place(parameter))
         return found

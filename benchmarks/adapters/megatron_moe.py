@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from benchmarks.adapters.megatron import MegatronGroups, without_cuda
 from benchmarks.gradient_steps import global_tensor, gradient_contender
-from benchmarks.moe_steps import MoeConfig, MoeWork, MoeWorkerConfig
+from benchmarks.moe_steps import MoeConfig, MoeWork, MoeWorkerConfig, token_tensors
 from benchmarks.worker import Contender, share_process_groups
 from gpt4d.testing.virtual_device import VirtualDevice
 
@@ -83,7 +83,7 @@ def mixture_config(config: MoeConfig, experts: int, tensor: int) -> Any:
         perform_initialization=False,
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
-        calculate_per_token_loss=True,  # gradients are summed over data, not averaged
+        calculate_per_token_loss=True,  # gradients are not averaged
     )
 
 
@@ -117,7 +117,7 @@ class Mixtures:
             layer.router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         self.layers = torch.nn.ModuleList(layers)
         self.model = DistributedDataParallel(self.config, DistributedDataParallelConfig(), self.layers)
-        self.place, self.shape = (tokens, slice(None)), work.inputs.shape
+        self.place = tokens, slice(None)
         self.inputs = work.inputs[tokens].clone().requires_grad_()
         self.upstream = work.upstream[tokens]
 
@@ -148,10 +148,7 @@ class Mixtures:
         return {}
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        found = {
-            "output": global_tensor(self.output.detach(), self.shape, self.place),
-            "input": global_tensor(self.inputs.grad, self.shape, self.place),
-        }
+        found = token_tensors(self.output, self.inputs, self.work, self.place)
         for index, layer in enumerate(self.layers):
             experts = layer.experts.local_experts
             found[f"{index}.router"] = layer.router.weight.main_grad.t().contiguous()
@@ -166,7 +163,7 @@ class Mixtures:
 
 
 def steps(settings: MoeWorkerConfig, device: VirtualDevice | None) -> dict[str, Contender]:
-    """Return the steps with each tensor-parallel size. The other ranks share the experts."""
+    """Return the steps with each tensor-parallel size. Expert parallelism takes the remaining ranks."""
     share_process_groups()
     without_cuda()
     without_copies_to_host()

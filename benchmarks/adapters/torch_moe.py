@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.gradient_steps import global_tensor, gradient_contender
-from benchmarks.moe_steps import MoeWork, MoeWorkerConfig
+from benchmarks.moe_steps import MoeWork, MoeWorkerConfig, token_tensors
 from benchmarks.worker import Contender, share_process_groups
 from gpt4d.testing.virtual_device import VirtualDevice
 
@@ -76,10 +76,10 @@ class Mixtures:
     """The layers, whose experts all ranks share."""
 
     def __init__(self, work: MoeWork, group: dist.ProcessGroup):
-        self.config, self.rank, self.group = work.config, group.rank(), group
+        self.work, self.rank, self.group = work, group.rank(), group
         self.layers = [ExpertParallel(work, layer, group) for layer in range(work.config.layers or 0)]
         tokens = work.place(self.rank, group.size())
-        self.place, self.shape = (tokens, slice(None)), work.inputs.shape
+        self.place = tokens, slice(None)
         self.inputs = work.inputs[tokens].clone().requires_grad_()
         self.upstream, self.routes = work.upstream[tokens], work.routes[tokens]
 
@@ -102,11 +102,8 @@ class Mixtures:
         return {}
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        found = {
-            "output": global_tensor(self.output.detach(), self.shape, self.place),
-            "input": global_tensor(self.inputs.grad, self.shape, self.place),
-        }
-        config = self.config
+        found = token_tensors(self.output, self.inputs, self.work, self.place)
+        config = self.work.config
         for index, layer in enumerate(self.layers):
             found[f"{index}.router"] = layer.router.grad
             own = (slice(self.rank * layer.own, (self.rank + 1) * layer.own),)
