@@ -5,6 +5,7 @@ experts these are is drawn in advance, so every contender has the same numbers o
 a router could not choose: the values of its products are meaningless.
 """
 
+import random
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -65,8 +66,14 @@ class MoeWork:
             for name, shape in shapes.items()
         }
         self.inputs, self.upstream = torch.randn(2, config.tokens, hidden, generator=generator)
-        scores = torch.rand(config.tokens, config.layers or 0, experts, generator=generator)
-        self.routes = scores.topk(config.per_token, -1).indices
+        # Not drawn by torch: large tensors have no values on a virtual device.
+        draw = random.Random(0)
+        self.routes = torch.tensor(
+            [
+                [draw.sample(range(experts), config.per_token) for _ in range(config.layers or 0)]
+                for _ in range(config.tokens)
+            ]
+        )
 
     def place(self, index: int, shares: int) -> slice:
         """Return the tokens of share ``index`` of ``shares``."""

@@ -14,6 +14,7 @@ from benchmarks.moe_steps import MoeConfig
 from gpt4d.config import ConfigError
 from gpt4d.parallel.comm.collectives import Axis
 from gpt4d.parallel.layers import experts
+from gpt4d.testing.virtual_device import VirtualDevice
 
 CONFIG = MoeConfig(layers=2, hidden=16, inner=24, experts=8, tokens=32)
 
@@ -80,6 +81,17 @@ def order_of_backward():
 def test_rows_return_while_weight_gradients_are_computed(ranks):
     for events in ranks.run(2, order_of_backward):
         assert events == ["rows", "rows", "weight", "weight"] * CONFIG.layers
+
+
+def test_a_virtual_device_has_the_same_experts_of_tokens():
+    expected = moe.Settings(layers=1).work.routes
+    with VirtualDevice(2e10, 1000.0, 20.0):
+        routes = moe.Settings(layers=1).work.routes
+        parts = [routes[first : first + 256].flatten() for first in range(0, 2048, 256)]
+    assert torch.equal(torch.cat(parts), expected.flatten())
+    counts = expected.flatten().bincount()
+    assert len(counts) == 8 and counts.max() < 1.1 * counts.float().mean()
+    assert (expected[..., 0] != expected[..., 1]).all()
 
 
 def test_a_loss_of_equality_is_an_error():
