@@ -297,7 +297,7 @@ def compute(case: Case, sizes: Sizes, dtype: torch.dtype, device: torch.device) 
     return {"output": output.detach(), **{f"gradient of {name}": grad for name, grad in gradients.items()}}
 
 
-@pytest.mark.gpu(number=1, part=1, limit_s=145, functions=22, work_s=25)
+@pytest.mark.gpu(number=1, part=1, limit_s=130, functions=20, work_s=25)
 def test_layers_agree_with_float64_on_the_cpu(check: Check) -> None:
     device, errors = check.device, check.values.setdefault("errors", {})
     torch.set_float32_matmul_precision("highest")  # no TF32
