@@ -38,7 +38,6 @@ MODEL = (
 )  # fmt: skip
 # Two nodes of two devices each, with a slow link between the nodes.
 SLOW = (
-    "model=gpt_tiny",
     *MODEL,
     "cluster=local",
     "cluster.device=cuda",

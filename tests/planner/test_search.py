@@ -267,7 +267,7 @@ def test_parallel_mode_atp_ranks_meshes():
         (["world_size=8", "cluster.levels=[]"], "cluster.levels=[]: a machine needs a level of links"),
         (["world_size=8", "cluster.levels=[{},{}]"], "cluster.levels[1].ranks=null: "),
         (["world_size=8", "plot=nowhere/plan.png"], "plot=nowhere/plan.png: no directory nowhere; create it"),
-        (["world_size=8", "model=gpt_tiny", "model.heads=7"], "model.heads=7: does not divide"),
+        (["world_size=8", "model.heads=7"], "model.heads=7: does not divide"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
