@@ -254,6 +254,11 @@ def _check_keep_best(config: Config) -> None:
         )
 
 
+def has_experts(config: Config) -> bool:
+    """Return whether the model is a mixture of experts."""
+    return hasattr(config.model, "experts")
+
+
 def _check_cuda_graphs(config: Config) -> None:
     if not config.train.cuda_graphs:
         return
@@ -262,7 +267,7 @@ def _check_cuda_graphs(config: Config) -> None:
             "train.cuda_graphs=true: data.reset_attention=true gives attention other shapes in each batch; set one of "
             "these keys to false"
         )
-    if hasattr(config.model, "experts"):
+    if has_experts(config):
         raise ConfigError(
             "train.cuda_graphs=true: the experts of a mixture receive other numbers of tokens in each batch; leave it "
             "out"

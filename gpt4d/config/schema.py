@@ -481,6 +481,11 @@ class GridSizes(NamedTuple):
         """Number of parts of the batch, which the axes data and z split."""
         return self.data * self.z
 
+    @property
+    def splits_batch_twice(self) -> bool:
+        """Whether z and data both have several devices."""
+        return min(self.z, self.data) > 1
+
     def sample_shards(self, context: int) -> int:
         """Return the number of parts of the samples if ``context`` consecutive parts of the batch share samples."""
         return self.batch_shards // context

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+from gpt4d.config.checks import has_experts
 from gpt4d.config.composing import CONFIG_DIR, preset
 from gpt4d.config.data_checks import blend_paths, is_megatron, tokenizer_file, written_source
 from gpt4d.config.fields import ConfigError
@@ -187,7 +188,7 @@ def _in_possible_stages(config: Config) -> str | None:
 
 
 def _with_experts(config: Config) -> str | None:
-    return None if hasattr(config.model, "experts") else f"model={config.model.name} has no experts; leave it out"
+    return None if has_experts(config) else f"model={config.model.name} has no experts; leave it out"
 
 
 def _on_equal_grids(config: Config) -> str | None:

@@ -19,6 +19,7 @@ from gpt4d.model.parts import Part
 from gpt4d.model.probe import Probe
 from gpt4d.model.spec import ModelSpec
 from gpt4d.parallel.engine.prefetch import LayerWeights
+from gpt4d.parallel.layers.routing import num_statistics
 from gpt4d.parallel.layout import CHUNK, Layout, ParameterSpec
 
 STREAM = "stream"
@@ -223,7 +224,7 @@ class Description:
     @property
     def statistics_bytes(self) -> int:
         """Bytes of the statistics of all routers, which all ranks sum in each step (gpt4d.parallel.routers)."""
-        return 8 * len(self.routers) * (2 * max(self.routers.values(), default=0) + 2)
+        return 8 * len(self.routers) * num_statistics(max(self.routers.values(), default=0))
 
     @cached_property
     def changed(self) -> dict[str, ParameterSpec]:
@@ -265,11 +266,6 @@ class Description:
         text = f"{self.num_parameters / 1e6:,.1f} M parameters"
         used = self.num_parameters - self.unused_parameters
         return f"{text}, {used / 1e6:,.1f} M active" if self.unused_parameters else text
-
-    @cached_property
-    def has_local_weights(self) -> bool:
-        """Whether z splits weights of which each device uses its own part."""
-        return any(spec.local for spec, _ in self.parameter_counts)
 
     # ------------------------------------------------------------------------------------ weights and FLOPs
 

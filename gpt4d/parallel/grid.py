@@ -70,7 +70,7 @@ class Grid:
             setattr(self, name, self._axis(name, members, indices[name]))
             stride *= size
         self.context = self._neighbors("context", context)
-        if expert_data and min(sizes.z, sizes.data) > 1:
+        if expert_data and sizes.splits_batch_twice:
             self.batch = self._neighbors("batch", sizes.batch_shards)
         else:
             self.batch = self.data if sizes.z == 1 else self.z

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from gpt4d.parallel.layers.routing import num_statistics
 from gpt4d.parallel.layout import spec_of
 from gpt4d.parallel.stage import Stage
 
@@ -19,7 +20,7 @@ class Routers:
         self._stage = stage
         found: dict[str, Any] = dict(stage.module.named_modules())
         self._own = {row: found[name] for row, name in enumerate(stage.routers) if name in found}
-        self.shape = len(stage.routers), 2 * max(stage.routers.values(), default=0) + 2
+        self.shape = len(stage.routers), num_statistics(max(stage.routers.values(), default=0))
 
     def totals(self) -> torch.Tensor:
         """Return this rank's statistics of the step, float64 of this ``shape``, for a sum over all ranks of the job.

@@ -131,7 +131,7 @@ class Estimate:
         self.description = description or registry.describe_run(config, [sizes])
         context = config.parallel.context
         self.links = Links(config.cluster, sizes, config.parallel.rank_order, world, context)
-        self.reserved_gib = reserved_gib(config.cluster, sizes, world or sizes.devices, config.optim.uses_muon, context)
+        self.reserved_gib = reserved_gib(config, sizes, world or sizes.devices, context)
         self.state = training_state(self.description, sizes, config.optim, compute_bytes(config))
         self.share = config.train.batch_size // sizes.sample_shards(context)
         self.cached = self.description.cached_units(config.parallel.cache_layers)
@@ -214,7 +214,7 @@ class Estimate:
             totals = _sum(totals, self._further_microbatch(micro_batch)[4:], microbatches - walked)
         seconds, compute_s, *rest = totals
         absent = set() if config.optim.uses_muon else {"stage"}
-        if not config.parallel.expert_data or min(self.sizes.z, self.sizes.data) == 1:
+        if not (config.parallel.expert_data and self.sizes.splits_batch_twice):
             absent.add("batch")
         comm = {
             axis: dict(zip(("bytes", "time_s", "exposed_s"), rest[3 * n : 3 * n + 3], strict=True))

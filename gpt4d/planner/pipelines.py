@@ -155,10 +155,7 @@ def _candidates(level: Level, devices: int, ranking: PipelineRanking) -> Iterato
                 ranking.problem = ranking.problem or problem
                 continue
             state = training_state(level.describe([sizes]), sizes, config.optim, compute_bytes(config))
-            needed = (
-                reserved_gib(config.cluster, sizes, devices, config.optim.uses_muon, contexts[0])
-                + sum(state.values()) / stages / GIB
-            )
+            needed = reserved_gib(config, sizes, devices, contexts[0]) + sum(state.values()) / stages / GIB
             if needed > usable_gib(config.cluster):
                 ranking.too_large[sizes] = needed
                 ranking.exact[sizes] = partial(Search(level.sharing(contexts[-1])).least_gib, grids_of_stages)

@@ -1,9 +1,8 @@
 """The work of a microbatch's layers on one device, recorded for a few blocks and replayed for all blocks.
 
 The layers of a model compute on symbolic tensors once. A recording contains their requests: computation, memory,
-collectives over x, y and context, gathered weights, gradients. It contains no times, and nothing that depends on data
-or, unless z splits experts, on z. So it is valid for every microbatch, all grids with the same x and y, and every order
-of the ranks.
+collectives over x, y and context, gathered weights, gradients. It contains no times. It depends on z and data only if
+they split experts. So it is valid for every microbatch, every order of the ranks, and all grids with equal x and y.
 
 A block reuses the recording of another block of the same kind whose neighbors are of the same kinds.
 """
@@ -102,7 +101,7 @@ def few_blocks(description: Description, model: Description) -> list[str]:
 class Settings:
     """Settings that a recording depends on. ``layers``: further arguments of ``Context``."""
 
-    sizes: GridSizes  # x, y and z
+    sizes: GridSizes
     context: int  # number of devices that share samples
     micro_batch: int
     length: int  # tokens of a sample on one device
@@ -118,7 +117,7 @@ class Settings:
     def of(cls, config: Config, sizes: GridSizes, micro_batch: int) -> Settings:
         """Return the settings of a run. ``micro_batch``: samples on one device."""
         return cls(
-            sizes._replace(data=1),
+            sizes,
             config.parallel.context,
             micro_batch,
             config.train.seq_len // config.parallel.context,
@@ -332,8 +331,9 @@ class _RecordingWeights(SymbolicWeights):
 
 def recording_of(description: Description, blocks: Collection[str], settings: Settings) -> MicrobatchRecording:
     """Return the recording of a model with some of its blocks."""
-    if not description.has_local_weights:
-        settings = replace(settings, sizes=settings.sizes._replace(z=1))
+    splitting = {axis for spec, _ in description.parameter_counts if spec.local for axis in spec.layout.axes}
+    others = dict.fromkeys({"z", "data"} - splitting, 1)
+    settings = replace(settings, sizes=settings.sizes._replace(**others))
     reduced = description.with_blocks(blocks)
     few = description.with_blocks(few_blocks(reduced, description))
     places = {kinds: place for place, kinds in enumerate(surroundings(few))}
@@ -388,7 +388,7 @@ def recorded_segments(description: Description, settings: Settings) -> list[Segm
 def _received(tensor: EdgeTensor, weights: _RecordingWeights, settings: Settings) -> SymbolicTensor:
     """Return this device's shard of a tensor that another part of the model produces."""
     layout = (weights.context.sequence_parallel and tensor.sequence_parallel) or tensor.layout
-    extents = {**settings.sizes._asdict(), "z": 1, CHUNK: 1}  # a device has the full microbatch
+    extents = {**settings.sizes._asdict(), "z": 1, "data": 1, CHUNK: 1}  # a device has the full microbatch
     tile = layout.tile(tensor.shape(settings.micro_batch, settings.length), extents, dict.fromkeys(extents, 0))
     shape, device = tuple(stop - start for start, stop in tile), weights.device
     if not tensor.has_gradient:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from gpt4d.config import ClusterConfig, GridSizes, LevelConfig, MeasuredConfig
+from gpt4d.config import ClusterConfig, Config, GridSizes, LevelConfig, MeasuredConfig
 from gpt4d.parallel.stage_plan import strides
 
 ALL_TO_ALL = "all_to_all"
@@ -85,18 +85,22 @@ def total_gib(cluster: ClusterConfig) -> float:
     return cluster.memory_gib
 
 
-def reserved_gib(cluster: ClusterConfig, sizes: GridSizes, world: int, joined: bool = False, context: int = 1) -> float:
+def reserved_gib(config: Config, sizes: GridSizes, world: int, context: int = 1) -> float:
     """Return the memory that libraries and the groups of the grid and the job take on a device.
 
     Args:
-        cluster: the machine.
+        config: the machine, and the settings that decide which groups exist.
         sizes: the grid of the device's stage.
         world: number of devices of all stages.
-        joined: there is a group of all devices of the grid.
         context: number of ranks that share samples (``parallel.context``).
     """
+    cluster, members = config.cluster, [*sizes, context]
+    if config.optim.uses_muon:
+        members.append(sizes.devices)
+    if config.parallel.expert_data and sizes.splits_batch_twice:
+        members.append(sizes.batch_shards)
     # An axis with all ranks uses the group of the job (gpt4d.parallel.grid).
-    groups = (world > 1) + sum(1 < size < world for size in (*sizes, context, *[sizes.devices] * joined))
+    groups = (world > 1) + sum(1 < size < world for size in members)
     return cluster.reserved_gib + groups * cluster.communicator_gib
 
 

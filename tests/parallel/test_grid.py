@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from gpt4d import step
-from gpt4d.config import ClusterConfig, GridSizes, compose
+from gpt4d.config import ClusterConfig, Config, GridSizes, OptimConfig, ParallelConfig, compose
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.pipeline import stage_links
@@ -62,17 +62,23 @@ def test_on_a_gpu_an_axis_of_all_ranks_uses_the_group_of_the_job(job):
     assert [ranks for ranks, *_ in groups] == [[0, 1, 2, 3]]
 
 
+@pytest.mark.parametrize("expert_data", [False, True])
 @pytest.mark.parametrize("joined", [False, True])
-@pytest.mark.parametrize("sizes", ["1x1x1x1", "1x1x1x8", "2x1x1x4", "2x2x2x1", "2x2x1x1", "1x1x1x4"])
-def test_the_planner_counts_the_groups_of_a_grid(job, sizes, joined):
+@pytest.mark.parametrize("sizes", ["1x1x1x1", "1x1x1x8", "2x1x1x4", "2x2x2x1", "2x2x1x1", "1x1x1x4", "2x1x2x2"])
+def test_the_planner_counts_the_groups_of_a_grid(job, sizes, joined, expert_data):
     """In a job of eight ranks, or on a grid of four ranks, one of two stages."""
     sizes = GridSizes(*map(int, sizes.split("x")))
     world = 1 if sizes.devices == 1 else 8
     groups = job(world, rank=0)
-    grid = Grid(sizes, "cuda", range(sizes.devices))
+    grid = Grid(sizes, "cuda", range(sizes.devices), expert_data=expert_data)
     if joined:
         grid.join()
-    planned = reserved_gib(ClusterConfig(reserved_gib=0.5, communicator_gib=1.0), sizes, world, joined)
+    config = Config(
+        cluster=ClusterConfig(reserved_gib=0.5, communicator_gib=1.0),
+        parallel=ParallelConfig(expert_data=expert_data),
+        optim=OptimConfig(algorithm="muon" if joined else "adamw"),
+    )
+    planned = reserved_gib(config, sizes, world)
     assert planned == 0.5 + len(groups) + (world > 1)
 
 

@@ -54,7 +54,7 @@ def recorded_step(config: Config, world_size: int) -> tuple[dict[str, float], li
 
 @contextmanager
 def replayed(rows: list, own: int) -> Iterator[None]:
-    """Let experts on symbolic tensors exchange recorded ``rows`` of the rank at index ``own`` along z."""
+    """Let experts on symbolic tensors exchange recorded ``rows`` of the rank at index ``own`` of the experts' axis."""
     calls = iter(rows)
 
     def replay(*_):
@@ -77,6 +77,8 @@ def replayed(rows: list, own: int) -> Iterator[None]:
         (4, ["parallel.gz=4", "parallel.chunks=2"]),
         (8, ["parallel.gx=2", "parallel.gy=2", "parallel.gz=2", "parallel.sequence_parallel=true"]),
         (4, [*STAGES, "parallel.gz=2", "model.shared_inner=48"]),
+        (4, ["parallel.gz=2", "parallel.expert_data=true"]),
+        full(4, ["parallel.gx=2", "parallel.expert_data=true", "train.activation_checkpointing=full"]),
         full(4, ["parallel.gz=2", "parallel.gdata=2", "parallel.context=2", "optim.shard_states=true"]),
         full(6, [*STAGES, PIPELINE + "stage_grids=[1x1x4x1,2x1x1x1]"]),
     ],
@@ -88,10 +90,11 @@ def test_ranks_send_the_planned_bytes_of_their_routing(ranks, world_size, settin
     estimate = PipelineEstimate.of(plan)
     answers = ranks.run(world_size, recorded_step, config, world_size)
     for index, stage in enumerate(plan.stages):
-        x, y, z, _ = stage.sizes
+        x, y, z, data = stage.sizes
+        split = z * data if config.parallel.expert_data else z
         for place, member in enumerate(stage.ranks):
             counted, rows = answers[member]
-            with replayed(rows, place // (x * y) % z):
+            with replayed(rows, place // (x * y) % split):
                 axes = PipelineEstimate.of(plan).of_stage(index).comm
             planned = {name: estimate.link_bytes[name] if "stage " in name else axes[name]["bytes"] for name in counted}
             assert counted == pytest.approx(planned, rel=1e-9)

@@ -151,7 +151,9 @@ def bytes_of_a_step(config: Config, world_size: int) -> dict[str, float]:
     if stage.exchange:
         stage.exchange.wait_for_held()
         stage.exchange.close()
-    return {name: axis.traffic.read()["bytes"] for name, axis in stage.axes.items()}
+    found = {name: axis.traffic.read()["bytes"] for name, axis in stage.axes.items()}
+    step.reducer.wait_params()  # other ranks may still gather rows from this one
+    return found
 
 
 @pytest.mark.parametrize(

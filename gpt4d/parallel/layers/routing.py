@@ -40,6 +40,11 @@ def router_gradients(d_logits_TE, x_TH, weight_HE):
     return x_TH.like(), weight_HE.like()
 
 
+def num_statistics(experts: int) -> int:
+    """Return the number of a router's statistics (``routing_statistics``)."""
+    return 2 * experts + 2
+
+
 class Scoring(NamedTuple):
     """How logits become the weights of a token's experts.
 
@@ -94,7 +99,7 @@ def routing_statistics(logits_TE, experts_TK, scoring: Scoring):
     They are the number of tokens of each expert, the normalized score of each expert, the entropy of the normalized
     scores, and log²(Σ exp(logits)).
     """
-    return logits_TE.like((2 * logits_TE.shape[1] + 2,), "float64")
+    return logits_TE.like((num_statistics(logits_TE.shape[1]),), "float64")
 
 
 class LogitsFunction(Function):

@@ -106,10 +106,9 @@ class SymbolicGrid:
         self._alone = SymbolicAxis(device, "none", 1)
         self.x, self.y, self.z, self.data = self._axes.values()
         self.context = SymbolicAxis(device, "context", context)
-        several = min(sizes.z, sizes.data) > 1
-        self.batch = (
-            SymbolicAxis(device, "batch", sizes.batch_shards) if several else self.z if sizes.z > 1 else self.data
-        )
+        self.batch = self.data if sizes.z == 1 else self.z
+        if sizes.splits_batch_twice:
+            self.batch = SymbolicAxis(device, "batch", sizes.batch_shards)
 
     def __getitem__(self, name: str) -> SymbolicAxis:
         return self._axes[name]
