@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gpt4d.activity import MAIN
 from gpt4d.config import Config, OptimConfig
 from gpt4d.model import registry
 from gpt4d.model.description import copied_parameters
@@ -57,18 +58,30 @@ def build_stage(
         initialized: set initial values; if false, a checkpoint must be loaded.
         plan: the pipeline that has ``grid`` as a stage; None: the stage is the full model.
     """
+    _choose_kernels(config, grid, device)
+    with MAIN.begin("building the model"):
+        return _build(config, grid, device, dtype, initialized, plan)
+
+
+def _choose_kernels(config: Config, grid: Grid, device: torch.device) -> None:
+    """Determine the kernels of this process. All ranks of the job call this together."""
+    replicates = grid.x.size * grid.y.size > 1  # vectors between layers, and the computation of their gradients
+    compile.enable(config.train.compile, device, replicates)
+    if config.train.precision == "fp8":
+        float8_kernels.check_device(device)
+    conv_kernels.choose_algorithms(device, replicates)
+    attention_kernels.use_installed_kernels(device)
+
+
+def _build(
+    config: Config, grid: Grid, device: torch.device, dtype: torch.dtype, initialized: bool, plan: ParallelPlan | None
+) -> Stage:
     train, whole = config.train, plan.description if plan else registry.describe_run(config)
     index, bounds = 0, {0: (0, len(whole.units))}
     if plan is not None:
         own = plan.stage_of(grid.world.index)
         index, bounds = own.index, {own.index + chunk * len(plan.stages): part for chunk, part in enumerate(own.parts)}
     description = whole.stage(bounds.values())
-    replicates = grid.x.size * grid.y.size > 1  # vectors between layers, and the computation of their gradients
-    compile.enable(train.compile, device, replicates)
-    if train.precision == "fp8":
-        float8_kernels.check_device(device)
-    conv_kernels.choose_algorithms(device, replicates)
-    attention_kernels.use_installed_kernels(device)
     computed = dtype if dtype == torch.float64 else compute_dtype(train.precision, device)
     context = Context(grid, computed, config.parallel.overlap, **layer_settings(config))
     weights = ShardedWeights(context, dtype, device)

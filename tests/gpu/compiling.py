@@ -2,23 +2,25 @@
 
 import sys
 from functools import partial
-from unittest.mock import patch
 
 import torch
 
 from gpt4d.parallel import compile
 
 
+def trace_only() -> None:
+    """Let this process trace the functions that a GPU compiles, and not compile them, which takes a compiler."""
+    torch.compile = partial(torch.compile, backend="eager")  # type: ignore[assignment]
+    compile._missing_compiler = lambda device: None
+
+
 def enable(device: torch.device) -> None:
-    """Let this process compile fused kernels if it does not yet. On a CPU, trace them only, which takes no compiler."""
+    """Let this process compile fused kernels if it does not yet. On a CPU, trace them only."""
     if compile._enabled:
         return
-    if device.type == "cuda":
-        compile.enable(True, device)
-        return
-    torch.compile = partial(torch.compile, backend="eager")  # type: ignore[assignment]
-    with patch.object(compile, "_missing_compiler", lambda device: None):
-        compile.enable(True, device)
+    if device.type == "cpu":
+        trace_only()
+    compile.enable(True, device)
 
 
 def num_graphs() -> int:

@@ -17,6 +17,7 @@ from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
 from gpt4d.trainer import Trainer
 from gpt4d.validation import validate
+from tests.gpu import compiling
 from tests.gpu.check import Check, Unavailable
 from tests.gpu.processes import in_process
 
@@ -123,6 +124,8 @@ def train(overrides: list[str], device: torch.device, prepare: Prepare = lambda 
 
 
 def _train(overrides: list[str], device: torch.device, prepare: Prepare) -> Any:
+    if device.type == "cpu":
+        compiling.trace_only()
     config = compose(overrides)
     with process_group(Launch(), device, deterministic=config.train.deterministic) as job:
         trainer = Trainer(validate(config, 1), job.device)

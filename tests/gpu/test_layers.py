@@ -17,7 +17,7 @@ from gpt4d.parallel.comm.pending import Pending
 from gpt4d.parallel.context import Context
 from gpt4d.parallel.engine.interleave import run_alone
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layers import attention_kernels
+from gpt4d.parallel.layers import attention_kernels, conv_kernels
 from gpt4d.parallel.layers.activations import DropoutSpec, SwigluFunction, gelu_of_biased
 from gpt4d.parallel.layers.attention import AttentionSpec, FusedAttentionSpec
 from gpt4d.parallel.layers.conv import Conv2dSpec
@@ -301,6 +301,7 @@ def compute(case: Case, sizes: Sizes, dtype: torch.dtype, device: torch.device) 
 def test_layers_agree_with_float64_on_the_cpu(check: Check) -> None:
     device, errors = check.device, check.values.setdefault("errors", {})
     torch.set_float32_matmul_precision("highest")  # no TF32
+    conv_kernels.choose_algorithms(device, replicates=False)
     attention_kernels.use_installed_kernels(device)
     compiling.enable(device)
     variants = [(dtype, bound, False) for dtype, bound in _BOUNDS.items()]

@@ -14,6 +14,7 @@ from gpt4d.parallel.layers import float8_kernels
 from gpt4d.trainer import Trainer
 from tests.gpu import compiling, runs
 from tests.gpu.check import Check, largest_difference
+from tests.gpu.processes import in_process
 
 _WARM_UP, _STEPS = 3, 3
 _BOUNDS = {"loss": 1e-2, "grad_norm": 5e-2}  # relative difference to the CPU's, both in bf16
@@ -59,7 +60,7 @@ _UNET = ["model=unet_tiny", "model.dropout=0.1", "logging.sample_images=2", "log
 @pytest.mark.gpu(number=2, part=1, limit_s=105, functions=10, work_s=30)
 def test_the_host_of_a_step_never_waits_for_the_gpu(check: Check) -> None:
     text = [*(runs.TINY_MODEL if check.rehearsal else []), *_corpus(check)]
-    options = OPTIONS | (FLOAT8 if float8_kernels.supports(check.device) else {})
+    options = OPTIONS | (FLOAT8 if in_process(float8_kernels.supports, check.device) else {})
     _check(check, {name: Case([*text, *case.overrides], case.compiled) for name, case in options.items()})
 
 
@@ -92,14 +93,9 @@ def _check(check: Check, cases: Mapping[str, Case]) -> None:
     for name, case in cases.items():
         on_device, on_cpu = _directory(check, name), _directory(check, f"{name} on the CPU")
         overrides = [*common, *case.overrides]
-        compiles = f"train.compile={str(case.compiled and not check.rehearsal).lower()}"
-
-        def prepare(trainer: Trainer, case: Case = case) -> Callable[[], Any]:
-            if check.rehearsal and case.compiled:
-                compiling.enable(trainer.device)
-            return _reject_synchronization(trainer)
-
-        graphs, late = runs.train([*overrides, compiles, f"run.dir={on_device}"], check.device, prepare)
+        compiles = f"train.compile={str(case.compiled).lower()}"
+        overrides_on_device = [*overrides, compiles, f"run.dir={on_device}"]
+        graphs, late = runs.train(overrides_on_device, check.device, _reject_synchronization)
         runs.train([*overrides, "train.compile=false", f"run.dir={on_cpu}"], torch.device("cpu"), runs.never_save)
         check.require(late == 0, f"{name}: {late} functions are compiled after step {_WARM_UP}")
         check.require((graphs > 0) == case.compiled, f"{name}: {graphs} functions are compiled")

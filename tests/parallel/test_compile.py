@@ -281,8 +281,9 @@ def test_cudnn_measures_algorithms_unless_results_must_not_depend_on_it(
     monkeypatch, replicates, deterministic, expected
 ):
     cudnn = torch.backends.cudnn
-    for name in ("benchmark", "deterministic"):
+    for name in ("benchmark", "deterministic", "allow_tf32"):
         monkeypatch.setattr(cudnn, name, getattr(cudnn, name))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     conv_kernels.choose_algorithms(torch.device("cuda"), replicates)
     assert (cudnn.benchmark, cudnn.deterministic) == expected
+    assert not cudnn.allow_tf32

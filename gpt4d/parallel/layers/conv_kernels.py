@@ -9,9 +9,12 @@ def choose_algorithms(device: torch.device, replicates: bool) -> None:
 
     cuDNN measures which algorithm is the fastest, unless results must not depend on it: if ranks compute equal values
     from equal inputs (``replicates``), or torch uses deterministic algorithms. MIOpen takes minutes to measure.
+
+    Convolutions in fp32 do not use TF32, which torch permits by default for convolutions, but not for matrix products.
     """
     if device.type != "cuda":
         return
+    torch.backends.cudnn.allow_tf32 = False
     reproducible = replicates or torch.are_deterministic_algorithms_enabled()
     torch.backends.cudnn.deterministic = replicates
     torch.backends.cudnn.benchmark = not reproducible and torch.version.hip is None
