@@ -269,7 +269,7 @@ class TrainConfig:
     loss_chunks: int = setting(1, "text: number of chunks in which logits are computed", at_least=1)
     compile: bool | None = setting(None, "fuse elementwise operations; null: on a GPU with Triton and gcc")
     cuda_graphs: bool = setting(
-        False, "record a step as CUDA graphs and replay them, which saves the host's time; no GPU has run it"
+        False, "record a step as CUDA graphs and replay them, which saves the host's time; not tested with NCCL"
     )
     max_skipped: int = setting(10, "consecutive skipped steps (non-finite, or spikes) that end the run", at_least=1)
     skip_spikes: bool = setting(False, "skip steps with a spike of loss or norm; synchronizes with the device")

@@ -57,16 +57,14 @@ MIN_MEASURED_S = 0.2  # duration of a measurement: longer than a time slice of t
 ROUNDS = 3  # number of measurements per median
 MAX_MESSAGE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}  # full tensor of the largest collective, approximately
 MATRIX_SIZE = {"cpu": 512, "cuda": 8192}  # rows and columns of a large square product
+COPIED_BYTES = {"cpu": 64 << 20, "cuda": 2 << 30}
 ATTENTION_SHAPE = {"cpu": (2, 256, 8, 64), "cuda": (8, 2048, 16, 128)}  # sequences, positions, heads, features
 COMPARISONS = 9  # number of comparisons of a computation with and without a concurrent collective
 _REPEATS = 5  # calls per comparison, because a single call is too short to be timed
 _LONG_MESSAGE_S = 0.2  # measurements end with the first message that takes this long
 _COVER = 2.0  # duration of the computation that hides a collective, in durations of the collective
 _SMALL_MODEL = GPT2Config("small", layers=2, hidden=64, heads=4, vocab_size=128, max_positions=16)
-LARGE_MODEL = {
-    "cpu": GPT2Config("large", layers=2, hidden=512, heads=8, vocab_size=512, max_positions=128),
-    "cuda": GPT2Config("large", layers=2, hidden=2048, heads=16, vocab_size=8192, max_positions=2048),
-}
+LARGE_MODEL = GPT2Config("large", layers=2, hidden=512, heads=8, vocab_size=512, max_positions=128)
 
 
 @dataclass
@@ -193,11 +191,29 @@ def square_matrix(device: torch.device) -> torch.Tensor:
 def _measure_operations(cluster: ClusterConfig, device: torch.device) -> tuple[float, float]:
     """Return microseconds per operation and GB/s of memory with which the planner predicts measured step times.
 
-    They solve two equations, one per model. The number of operations dominates the time of the small model. In the
-    large model, the bytes that they move also count.
+    A GPU computes while the host starts further operations, so the time that Python takes is not part of its step. On a
+    GPU the results are the times of a tiny operation and of a large copy.
+    """
+    return _time_kernels(device) if device.type == "cuda" else _fit_step_times(cluster, device)
+
+
+def _time_kernels(device: torch.device) -> tuple[float, float]:
+    """Return microseconds of an operation on a few numbers, and GB/s that a copy reads and writes."""
+    few = torch.ones(8, device=device)
+    source = torch.ones(COPIED_BYTES[device.type], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    operation_s = _seconds(lambda: few.add_(1), device)
+    return operation_s * 1e6, 2e-9 * source.nbytes / _seconds(lambda: target.copy_(source), device)
+
+
+def _fit_step_times(cluster: ClusterConfig, device: torch.device) -> tuple[float, float]:
+    """Return the results of ``_measure_operations`` that solve two equations, one per model.
+
+    The number of operations dominates the time of the small model. In the large model, the bytes that they move also
+    count.
     """
     rows, times = [], []
-    for model, sequences in ((_SMALL_MODEL, 1), (LARGE_MODEL[device.type], 4)):
+    for model, sequences in ((_SMALL_MODEL, 1), (LARGE_MODEL, 4)):
         config = Config(model=model, train=TrainConfig(seq_len=model.max_positions, batch_size=sequences))
         step_s = _seconds(_training_step(config, device), device)
         rates = {"matmul_tflops": cluster.matmul_tflops, "attention_tflops": cluster.attention_tflops}

@@ -7,7 +7,7 @@ PART_S = 480  # limit of a part
 COMPILE_S = 5  # estimate for one function; a GPT trains with ten
 _COLUMNS = "host", "compile", "work", "sum", "limit"
 _TITLE = f"""
-Expected seconds of a first run on a GPU. No GPU has run these checks.
+Expected seconds of a first run on a GPU.
 host: measured in this rehearsal. compile: {COMPILE_S} s for each function. work: estimate in the marker of a check."""
 
 

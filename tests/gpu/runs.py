@@ -168,8 +168,14 @@ def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
     return [line for line in metric_lines(run_dir) if line.get("event") == name]
 
 
-def best_run(check: Check) -> dict[str, Any]:
-    """Return the fastest run of check 6. Raises Unavailable without a result of check 6."""
+def measured_runs(check: Check) -> list[dict[str, Any]]:
+    """Return the runs of check 6, one per microbatch. Raises Unavailable without a result of check 6."""
     if "best" not in check.earlier.get(6, {}):
         raise Unavailable("check 6 has no result; run --part=2 before")
+    return check.earlier[6]["runs"]
+
+
+def best_run(check: Check) -> dict[str, Any]:
+    """Return the fastest run of check 6. Raises Unavailable without a result of check 6."""
+    measured_runs(check)
     return check.earlier[6]["best"]
