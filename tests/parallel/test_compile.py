@@ -25,7 +25,7 @@ from gpt4d.task.language import LanguageModeling
 from gpt4d.validation import validate
 from tests.exactness.cases import FAMILIES
 from tests.exactness.comparison import microbatches
-from tests.grids import TINY_MODEL, build_model, full
+from tests.grids import TINY_MODEL, build_model, full, metric_lines, train_in_rank
 
 
 def eager(kernel):
@@ -257,6 +257,21 @@ def enable_where_rank_1_fails():
 def test_all_ranks_report_a_compiler_that_fails_on_one_rank(ranks):
     errors = ranks.run(2, enable_where_rank_1_fails)
     assert errors[0] == errors[1] and errors[0].startswith("train.compile=true: rank 1: a test function cannot")
+
+
+def train_with_functions_that_are_traced(config):
+    """On a rank: the lines of a run, whose functions a compiler would get."""
+    compiler = patch.object(torch, "compile", lambda function, **_: function)
+    with compiler, patch.object(compile, "_missing_compiler", lambda device: None):
+        train_in_rank(config)
+        compile.enable(False, torch.device("cpu"))
+    return metric_lines(config.run.dir)
+
+
+def test_a_run_tests_the_compilers_before_it_builds_the_model(ranks, tiny):
+    """The ranks agree on the result of the test in an activity, which must not be part of another activity."""
+    lines = ranks.run(2, train_with_functions_that_are_traced, tiny("train.compile=true", "parallel.gx=2"))
+    assert lines[0]
 
 
 def test_ranks_with_equal_inputs_compile_a_reduction_in_the_same_way(monkeypatch):

@@ -1,8 +1,13 @@
 """Measurement of a machine, and the file written from it."""
 
 from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
 
 from gpt4d.config import compose, read_cluster
+from gpt4d.planner import calibrate
 from gpt4d.planner.search import rank
 
 
@@ -13,10 +18,8 @@ def measure_in_rank(path):
     """
     from pathlib import Path
 
-    import torch
     import torch.distributed as dist
 
-    from gpt4d.planner import calibrate
     from gpt4d.runtime.launch import Launch
 
     grids = []
@@ -102,3 +105,17 @@ def test_fitted_line_passes_through_points_of_very_different_size():
     sent = [1e4, 1e5, 1e6, 1e7]
     latency, slope = fit_line(sent, [1e-3 + 2e-9 * nbytes for nbytes in sent])
     assert abs(latency - 1e-3) < 1e-9 and abs(slope - 2e-9) < 1e-15
+
+
+def test_the_rates_of_a_gpu_are_those_of_a_tiny_operation_and_of_a_copy(monkeypatch):
+    """The clock counts the device's work: a tiny operation takes 5 us, and a copy reads and writes 4 GB per second."""
+    copied = 1 << 20
+    monkeypatch.setattr(calibrate, "COPIED_BYTES", {"cpu": copied})
+
+    def seconds(work, device):
+        with patch.object(torch.Tensor, "copy_", lambda *_: "copy"):
+            return 2 * copied / 4e9 if isinstance(work(), str) else 5e-6
+
+    monkeypatch.setattr(calibrate, "_seconds", seconds)
+    operation_us, memory_gb_s = calibrate._time_kernels(torch.device("cpu"))
+    assert (operation_us, memory_gb_s) == (pytest.approx(5), pytest.approx(4))
