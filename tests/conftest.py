@@ -53,7 +53,7 @@ def corpus(tmp_path_factory) -> str:
 def tiny(corpus, tmp_path_factory, tmp_path):
     """Return a function from overrides to the configuration of a run that takes seconds, in a directory of the test's.
 
-    It trains on the small corpus, unless an override chooses other ``data``.
+    It trains on the small corpus, unless an override chooses other ``data``. By default the model is a GPT-2.
     """
     cache = tmp_path_factory.getbasetemp() / "token-cache"  # one for the session: the corpus is tokenized once
 
@@ -62,6 +62,7 @@ def tiny(corpus, tmp_path_factory, tmp_path):
         return compose(
             [
                 *(text if not any(override.startswith("data=") for override in overrides) else ()),
+                *(["model=gpt_tiny"] if not any(override.startswith("model=") for override in overrides) else ()),
                 "model.layers=2",
                 "model.hidden=24",
                 "model.heads=4",

@@ -48,8 +48,9 @@ class LostRanks:
 
 def settings(directory: Path, timeout_s: float, *more: str) -> list[str]:
     return [
-        *("model.layers=2", "model.hidden=24", "model.heads=4", "model.vocab_size=300", "model.vocab_multiple=16"),
-        *("model.max_positions=16", f"data.cache_dir={directory / 'cache'}", "data.processes=1", "logging.every=1"),
+        *("model=gpt_tiny", "model.layers=2", "model.hidden=24", "model.heads=4", "model.vocab_size=300"),
+        *("model.vocab_multiple=16", "model.max_positions=16", f"data.cache_dir={directory / 'cache'}"),
+        *("data.processes=1", "logging.every=1"),
         *("train.steps=100000", "train.batch_size=4", "train.validate_every=0", "logging.sample_tokens=0"),
         *("parallel.gz=2", f"parallel.timeout_s={timeout_s}", "checkpoint.every=0", *more),
     ]

@@ -36,12 +36,12 @@ def torchrun(ranks: int, *arguments: str) -> subprocess.CompletedProcess:
 
 
 def overrides(config) -> list[str]:
-    """Return a configuration as overrides for the command line."""
+    """Return the configuration of a GPT-2 as overrides for the command line."""
     from gpt4d.config import known_keys, value_of
 
     keys = [k for k in known_keys() if not k.startswith(("cluster.", "model."))]
     values = {k: value_of(config, k) for k in [*keys, *known_keys(type(config.model), "model.")]}
-    return [f"{k}={json.dumps(v)}" for k, v in values.items()]
+    return ["model=gpt_tiny", *(f"{k}={json.dumps(v)}" for k, v in values.items())]
 
 
 @pytest.mark.parametrize(

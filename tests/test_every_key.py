@@ -76,7 +76,7 @@ OF_THE_MODEL = {"model", "model.layers"}  # the model of such a run
 LENGTHS = {"train.steps": "9", "train.tokens": "9e9", "train.epochs": "9"}
 ROPE = ["model.rope_scaling=llama3", "model.rope_factor=8", "model.rope_original_positions=32"]
 FAMILIES = {
-    "gpt2": [], "llama": ["model=llama_tiny", *ROPE], "olmo2": ["model=olmo2_tiny", *ROPE],
+    "gpt2": ["model=gpt_tiny"], "llama": ["model=llama_tiny", *ROPE], "olmo2": ["model=olmo2_tiny", *ROPE],
     "gemma3": ["model=gemma3_tiny"], "moe": ["model=moe_tiny"], "unet": ["model=unet_tiny"],
 }  # fmt: skip
 BASES = FAMILIES | {"muon": ["optim=muon"]}  # other values of keys are set in addition to these overrides

@@ -22,6 +22,8 @@ from tests.rank_pool import RankPool
 FILES = Path(__file__).parent / "golden"
 GRIDS = [GridSizes(), GridSizes(1, 2, 1, 2), GridSizes(2, 2, 2, 1), GridSizes(2, 1, 2, 2)]
 RUN = [
+    "model=gpt_tiny",
+    "model.vocab_size=4096",
     "optim.algorithm=adamw",
     "optim.lr=4e-3",
     "train.steps=20",
@@ -37,7 +39,7 @@ RUN = [
     "logging.sample_tokens=0",
 ]
 QUERIES = [
-    "world_size=8 cluster=local optim.algorithm=adamw",
+    "world_size=8 model=gpt_tiny model.vocab_size=4096 cluster=local optim.algorithm=adamw",
     "world_size=32 model=gpt_20b cluster=perlmutter train.activation_checkpointing=full train.batch_size=64",
     "world_size=64 model=gpt_5b cluster=perlmutter train.batch_size=512 parallel.cache_layers=5 "
     "train.activation_checkpointing=full",

@@ -46,6 +46,8 @@ def train(grid: str, config: Settings, directory: Path) -> list[float]:
     overrides += ["optim.algorithm=adamw", f"optim.lr={config.lr}", "optim.min_lr_ratio=0.1"]
     overrides += ["train.validation_batches=0", "logging.sample_tokens=0", "logging.sample_images=0"]
     overrides += ["checkpoint.resume=never"]
+    if config.model == "gpt_tiny":
+        overrides.append("model.vocab_size=4096")  # as in the published results
     overrides += [f"run.dir={directory / grid}", f"data.cache_dir={directory / 'cache'}"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     losses = directory / f"{grid}.json"

@@ -105,7 +105,7 @@ def test_first_readable_checkpoint_decides_whether_the_run_fits(tmp_path):
             replace(meta(step, GPT2Config(vocab_size=4096)), settings=settings).to_json()
         )
     (tmp_path / "checkpoints" / checkpoint_dir.name(6)).mkdir()  # without a meta.json: damaged
-    config = compose([f"run.dir={tmp_path}", "optim.lr=0.5", "train.seed=3"])
+    config = compose(["model=gpt_tiny", f"run.dir={tmp_path}", "optim.lr=0.5", "train.seed=3"])
     assert checkpoint_dir.check_run(config) == {}
     config.optim.lr = 0.25
     with pytest.raises(ConfigError, match=r"optim\.lr=0\.25: .*step_00000005 has 0\.5; restore the old value, set"):

@@ -17,16 +17,17 @@ from gpt4d.config import ConfigError, GridSizes, compose
 from tests.data import batch
 from tests.grids import build_model, fill_from_hf, metric_lines, on_grid, to_hf, train_in_rank
 
+GPT = ("model=gpt_tiny",)
 LLAMA = ("model=llama_tiny", "model.key_value_heads=2", "model.head_size=8", "model.inner=40", "model.qk_norm=true")
 
 
 @pytest.fixture(scope="module")
 def run(ranks, corpus, tmp_path_factory):
     """Train a GPT-2 briefly on a grid. Returns the run's configuration."""
-    return trained(ranks, corpus, tmp_path_factory.mktemp("run"))
+    return trained(ranks, corpus, tmp_path_factory.mktemp("run"), *GPT)
 
 
-@pytest.fixture(scope="module", params=[(), LLAMA], ids=["gpt2", "qwen3"])
+@pytest.fixture(scope="module", params=[GPT, LLAMA], ids=["gpt2", "qwen3"])
 def any_run(request, ranks, corpus, tmp_path_factory):
     """Train a model of each family briefly on a grid. Returns the run's configuration."""
     return trained(ranks, corpus, tmp_path_factory.mktemp("run"), *request.param)

@@ -23,15 +23,16 @@ from tests.gpu.processes import in_process
 
 # A model for rehearsals, which trains on sequences of 32 tokens.
 TINY_VOCABULARY = 300
-TINY_MODEL = [
+_TINY_TEXT = [
     "model.layers=2",
     "model.hidden=32",
     "model.heads=4",
     f"model.vocab_size={TINY_VOCABULARY}",
     "model.max_positions=32",
 ]
+_TINY_GPT = ["model=gpt_tiny", *_TINY_TEXT]
 TINY_LLAMA = [
-    *TINY_MODEL,
+    *_TINY_TEXT,
     "model.key_value_heads=2",
     "model.head_size=8",
     "model.inner=64",
@@ -71,7 +72,7 @@ class Workload:
 
     def overrides(self, rehearsal: bool) -> list[str]:
         """Return the overrides that select the model and the length of its sequences."""
-        return TINY_MODEL if rehearsal else [f"model={self.model}", f"train.seq_len={self.length}"]
+        return _TINY_GPT if rehearsal else [f"model={self.model}", f"train.seq_len={self.length}"]
 
     def write_corpus(self, check: Check) -> list[str]:
         vocabulary = TINY_VOCABULARY if check.rehearsal else self.vocabulary
@@ -80,6 +81,11 @@ class Workload:
 
 GPT_1B3 = Workload("gpt_1b3", 2048, (4, 16), 0.45)
 GPT_125M = Workload("gpt_125m", 1024, (16, 64), 0.25)
+
+
+def gpt_tiny(check: Check) -> list[str]:
+    """Return the overrides that select gpt_tiny, which is smaller in a rehearsal."""
+    return _TINY_GPT if check.rehearsal else ["model=gpt_tiny"]
 
 
 def write_corpus(directory: Path, vocabulary: int, tokens: int) -> list[str]:

@@ -19,7 +19,7 @@ _STEPS, _TIMED = 16, 8  # the last steps are timed; after each validation, a ste
 @pytest.mark.gpu(number=14, part=1, limit_s=30, work_s=25)
 def test_replayed_steps_have_the_losses_of_steps_without_graphs(check: Check) -> None:
     overrides = [
-        *(runs.TINY_MODEL if check.rehearsal else []),
+        *runs.gpt_tiny(check),
         *runs.write_corpus(check.directory, runs.TINY_VOCABULARY if check.rehearsal else 4096, 100_000),
         f"train.steps={_STEPS}",
         "train.batch_size=16",

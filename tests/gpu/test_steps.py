@@ -60,7 +60,7 @@ _UNET = ["model=unet_tiny", "model.dropout=0.1", "logging.sample_images=2", "log
 @pytest.mark.gpu(number=2, part=1, limit_s=85, functions=10, work_s=20)
 def test_the_host_of_a_step_never_waits_for_the_gpu(check: Check) -> None:
     # Short sequences, because the same steps take much longer on the CPU.
-    text = [*(runs.TINY_MODEL if check.rehearsal else ["train.seq_len=64"]), *_corpus(check)]
+    text = [*runs.gpt_tiny(check), *([] if check.rehearsal else ["train.seq_len=64"]), *_corpus(check)]
     options = OPTIONS | (FLOAT8 if in_process(float8_kernels.supports, check.device) else {})
     _check(check, {name: Case([*text, *case.overrides], case.compiled) for name, case in options.items()})
 

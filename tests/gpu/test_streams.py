@@ -17,7 +17,7 @@ _STEPS, _SAVED = 4, 2
 @pytest.mark.gpu(number=13, part=3, limit_s=25, work_s=20)
 def test_the_sanitizer_finds_no_race_of_two_streams(check: Check) -> None:
     overrides = [
-        *(runs.TINY_MODEL if check.rehearsal else []),
+        *runs.gpt_tiny(check),
         *runs.write_corpus(check.directory, runs.TINY_VOCABULARY if check.rehearsal else 4096, 30_000),
         f"run.dir={check.directory / 'run'}",
         f"train.steps={_STEPS}",

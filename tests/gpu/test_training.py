@@ -30,9 +30,8 @@ _PROMPTS, _NEW_TOKENS = ["w1 w2 w3", "w4"], 12
 @pytest.mark.gpu(number=3, part=1, limit_s=75, work_s=55)
 def test_training_agrees_with_the_cpu_and_resumes_bit_by_bit(check: Check) -> None:
     device, steps = check.device, _STEPS[check.device_type]
-    model = runs.TINY_MODEL if check.rehearsal else []
     common = [
-        *model,
+        *runs.gpt_tiny(check),
         *runs.write_corpus(check.directory, runs.TINY_VOCABULARY if check.rehearsal else 4096, 100_000),
         f"train.steps={steps}",
         "train.precision=fp32",

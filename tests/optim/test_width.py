@@ -55,17 +55,20 @@ def test_a_run_equals_the_form_with_multipliers(ranks, tiny, settings):
     assert losses[-1] < 0.8 * losses[0], "nothing was learnt"
 
 
-TEXTS = {"gpt2": (), "llama": LLAMA[:2], "olmo2": ("model=olmo2_tiny",), "gemma3": ("model=gemma3_tiny",)}
+TEXTS = {
+    "gpt2": ("model=gpt_tiny",), "llama": LLAMA[:2], "olmo2": ("model=olmo2_tiny",), "gemma3": ("model=gemma3_tiny",),
+}  # fmt: skip
 UNET = ("model=unet_tiny", "model.image_size=8", "model.multipliers=[1]", "model.blocks_per_level=1",
         "model.attention_at=[8]", "model.groups=4", "model.head_size=8")  # fmt: skip
 MUON = ("optim.algorithm=muon",)
 
 
-def text_of_width(settings, features):
+def text_of_width(family, features):
     heads = features // 8
     of_llama = (f"model.key_value_heads={heads}", "model.head_size=8", f"model.inner={3 * features}")
-    return (*settings, f"model.hidden={features}", f"model.heads={heads}", *(of_llama if settings else ()),
-            "model.layers=2", "model.vocab_size=100", "model.base_hidden=32", "train.seq_len=16")  # fmt: skip
+    return (*TEXTS[family], f"model.hidden={features}", f"model.heads={heads}",
+            *(of_llama if family != "gpt2" else ()), "model.layers=2", "model.vocab_size=100",
+            "model.base_hidden=32", "train.seq_len=16")  # fmt: skip
 
 
 def unet_of_width(features):
@@ -106,7 +109,7 @@ def output_changes(configs):
 @pytest.mark.parametrize("family", [*TEXTS, "unet"])
 def test_the_output_changes_equally_at_every_width(ranks, family, optimizer):
     def config(features, *settings):
-        model = unet_of_width(features) if family == "unet" else text_of_width(TEXTS[family], features)
+        model = unet_of_width(features) if family == "unet" else text_of_width(family, features)
         lr = "optim.lr=0.02" if "optim.muon.scale=original" in optimizer else "optim.lr=0.005"
         return compose([*model, "optim.width_transfer=true", lr, *optimizer, *settings])
 

@@ -23,7 +23,7 @@ UNET = [
     "model=unet_tiny", "model.channels=8", "model.multipliers=[1,2]", "model.blocks_per_level=1", "model.image_size=8",
     "model.attention_at=[4]", "model.groups=4", "model.head_size=8", "train.seq_len=1",
 ]  # fmt: skip
-MODELS = {"gpt2": GPT2, "llama": LLAMA, "unet": UNET}
+MODELS = {"gpt2": ["model=gpt_tiny", *GPT2], "llama": LLAMA, "unet": UNET}
 SAMPLES = 4
 
 

@@ -26,13 +26,13 @@ U_NET = (
     "model.head_size=16",
     "model.groups=8",
 )
-MODEL = ("model.layers=6", "model.hidden=64", "model.heads=4", "model.vocab_size=256", "model.max_positions=32",
-         "optim.algorithm=adamw")  # fmt: skip
+MODEL = ("model=gpt_tiny", "model.layers=6", "model.hidden=64", "model.heads=4", "model.vocab_size=256",
+         "model.max_positions=32", "optim.algorithm=adamw")  # fmt: skip
 
-LLAMA = ("model=llama_tiny", *MODEL, "model.key_value_heads=2", "model.head_size=16", "model.inner=176")
+LLAMA = (*MODEL, "model=llama_tiny", "model.key_value_heads=2", "model.head_size=16", "model.inner=176")
 
 
-GEMMA3 = ("model=gemma3_tiny", *LLAMA[1:], "model.window=8", "model.global_every=3")
+GEMMA3 = (*LLAMA, "model=gemma3_tiny", "model.window=8", "model.global_every=3")
 
 
 class MeasuredTraining:

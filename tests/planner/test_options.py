@@ -17,7 +17,8 @@ from gpt4d.planner.workload import grids, micro_batch_sizes
 from tests.planner.test_search import ask
 
 LLAMA = ["model=llama3_8b", "cluster=perlmutter", "train.batch_size=64", "parallel.pipeline.stages=1"]
-SMALL = ["cluster=local", "model.layers=4", "train.batch_size=16", "parallel.pipeline.stages=1"]
+GPT = ["model=gpt_tiny", "model.vocab_size=4096", "cluster=local", "train.batch_size=16"]
+SMALL = [*GPT, "parallel.pipeline.stages=1"]
 
 
 def test_options_that_the_user_sets_are_not_searched():
@@ -58,7 +59,7 @@ def test_a_search_describes_the_model_once_for_each_padding_and_option(monkeypat
         return describe(*arguments)
 
     monkeypatch.setattr(registry, "describe_run", record)
-    config = compose(["cluster=local", "model.layers=4", "train.batch_size=16", "cluster.memory_gib=0.5"])
+    config = compose([*GPT, "cluster.memory_gib=0.5"])
     assert rank(config, 4, keys=KEYS).plans
     assert len(described) == len(set(described)) > 2
 

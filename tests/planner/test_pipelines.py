@@ -32,9 +32,9 @@ from tests.stages import RandomTokens, own_stage
 
 PIPELINE = "parallel.pipeline."
 MODEL = (
-    "model.layers=8", "model.hidden=64", "model.heads=4", "model.vocab_size=258", "model.vocab_multiple=16",
-    "model.max_positions=32", "data.path=null", "train.batch_size=16", "cluster.reserved_gib=0",
-    "optim.algorithm=adamw",
+    "model=gpt_tiny", "model.layers=8", "model.hidden=64", "model.heads=4", "model.vocab_size=258",
+    "model.vocab_multiple=16", "model.max_positions=32", "data.path=null", "train.batch_size=16",
+    "cluster.reserved_gib=0", "optim.algorithm=adamw",
 )  # fmt: skip
 # Two nodes of two devices each, with a slow link between the nodes.
 SLOW = (
@@ -126,7 +126,7 @@ def test_the_memory_of_a_1f1b_pipeline_does_not_depend_on_the_number_of_microbat
     ids=["one stage", "neighbors", "tied embedding", "interleaved"],
 )
 def test_links_between_stages_take_memory(stages, settings, links):
-    config = compose(["model=llama_tiny", *MODEL, *settings, f"{PIPELINE}stages={stages}", "train.batch_size=12"])
+    config = compose([*MODEL, "model=llama_tiny", *settings, f"{PIPELINE}stages={stages}", "train.batch_size=12"])
     plan = validate(config, stages)
     without = PipelineEstimate.of(plan)
     estimate = PipelineEstimate.of(plan, replace(config, cluster=replace(config.cluster, communicator_gib=0.5)))
@@ -297,7 +297,7 @@ def test_buffers_of_cuda_graphs_take_memory_in_pipelines(stages, tied, buffers):
     words = [*SLOW, f"model.tied={tied}", f"{PIPELINE}stages={stages}", "train.batch_size=12", "train.cuda_graphs=true"]
     if stages > 1:
         words.append(f"{PIPELINE}microbatches=6")
-    plan = validate(compose(["model=llama_tiny", *words]), stages)
+    plan = validate(compose([*words, "model=llama_tiny"]), stages)
     estimate, train = PipelineEstimate.of(plan), plan.config.train
     without = PipelineEstimate.of(plan, replace(plan.config, train=replace(train, cuda_graphs=False)))
     crossing = 2 * 2 * train.seq_len * 64 * 2  # a tensor of two sequences in bf16, and its copy

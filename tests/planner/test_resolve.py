@@ -16,7 +16,7 @@ from gpt4d.planner.topology import spans
 from gpt4d.step import build_stage
 from gpt4d.validation import validate
 
-PAIRS = ("cluster.levels=[{ranks: 4, group_gb_s: 1}, {ranks: 2, group_gb_s: 50}]", "model.heads=8")
+PAIRS = ("model=gpt_tiny", "cluster.levels=[{ranks: 4, group_gb_s: 1}, {ranks: 2, group_gb_s: 50}]", "model.heads=8")
 
 
 @pytest.mark.parametrize("rank_order", ["xy", "yx"])
@@ -40,8 +40,10 @@ def test_every_rank_belongs_to_one_stage_of_consecutive_ranks():
 
 
 def test_the_plan_has_the_description_that_estimate_and_stage_use(monkeypatch):
-    pipeline = ["parallel.pipeline.stages=2", "parallel.pipeline.stage_grids=[1x1x1x1,3x1x1x1]", "model.heads=6"]
-    plan = validate(compose([*pipeline, "model.hidden=96", "train.loss_chunks=2"]), 4)
+    pipeline = ["parallel.pipeline.stages=2", "parallel.pipeline.stage_grids=[1x1x1x1,3x1x1x1]"]
+    plan = validate(
+        compose(["model=gpt_tiny", "model.heads=6", "model.hidden=96", "train.loss_chunks=2", *pipeline]), 4
+    )
     assert plan.description.parameters == registry.describe_run(plan.config).parameters
     monkeypatch.setattr(registry, "describe_run", None)
     assert fit(plan, plan.config.cluster).plan.step_time_s > 0

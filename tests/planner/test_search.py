@@ -138,8 +138,8 @@ def test_auto_selects_the_best_grid(tiny):
 
 # On this machine gathers limit the forward of the best grids, and reductions limit the step of the remaining grids.
 SLOW_LINKS = (
-    "cluster=local", "model.layers=8", "model.hidden=512", "model.heads=8", "model.vocab_size=512", "train.seq_len=128",
-    "model.max_positions=128", "cluster.matmul_tflops=0.02", "cluster.memory_gb_s=1000",
+    "cluster=local", "model=gpt_tiny", "model.layers=8", "model.hidden=512", "model.heads=8", "model.vocab_size=512",
+    "train.seq_len=128", "model.max_positions=128", "cluster.matmul_tflops=0.02", "cluster.memory_gb_s=1000",
     "cluster.levels=[{ranks: 2, group_gb_s: 0.05}, {ranks: 4, group_gb_s: 10}]", "parallel.cache_layers=all",
     "parallel.pipeline.stages=1",
 )  # fmt: skip
@@ -267,7 +267,7 @@ def test_parallel_mode_atp_ranks_meshes():
         (["world_size=8", "cluster.levels=[]"], "cluster.levels=[]: a machine needs a level of links"),
         (["world_size=8", "cluster.levels=[{},{}]"], "cluster.levels[1].ranks=null: "),
         (["world_size=8", "plot=nowhere/plan.png"], "plot=nowhere/plan.png: no directory nowhere; create it"),
-        (["world_size=8", "model.heads=7"], "model.heads=7: does not divide"),
+        (["world_size=8", "model=gpt_tiny", "model.heads=7"], "model.heads=7: does not divide"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )

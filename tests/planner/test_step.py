@@ -31,8 +31,8 @@ LINKS = ClusterConfig(
     levels=[LevelConfig(None, 1.0, None, 0.0)],
 )
 MODEL = (
-    "model.layers=3", "model.hidden=64", "model.heads=4", "model.vocab_size=128", "model.max_positions=16",
-    "train.batch_size=16", "optim.algorithm=adamw",
+    "model=gpt_tiny", "model.layers=3", "model.hidden=64", "model.heads=4", "model.vocab_size=128",
+    "model.max_positions=16", "train.batch_size=16", "optim.algorithm=adamw",
 )  # fmt: skip
 
 

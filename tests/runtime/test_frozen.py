@@ -89,8 +89,8 @@ def under_torchrun(
 )
 def test_a_lost_launcher_is_named_and_all_ranks_end(tiny, tmp_path, number, problem):
     overrides = [
-        *("model.layers=2", "model.hidden=24", "model.heads=4", "model.vocab_size=300", "train.seq_len=16"),
-        *("data=text", f"data.path={tiny().data.path}", "data.tokenizer_vocab=300", "data.processes=1"),
+        *("model=gpt_tiny", "model.layers=2", "model.hidden=24", "model.heads=4", "model.vocab_size=300"),
+        *("train.seq_len=16", "data=text", f"data.path={tiny().data.path}", "data.processes=1"),
         *(f"data.cache_dir={tmp_path / 'cache'}", "train.batch_size=4", "train.steps=1000000", "checkpoint.every=0"),
         *("train.validate_every=0", "parallel.gz=2", "parallel.timeout_s=2", f"run.dir={tmp_path / 'run'}"),
     ]

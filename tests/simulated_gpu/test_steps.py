@@ -39,9 +39,9 @@ def test_a_step_on_a_gpu_has_no_race_and_the_host_does_not_wait(simulate, row, r
 
 def test_a_step_in_float8_on_a_gpu_has_no_race_and_the_host_does_not_wait(simulate):
     config = compose([
-        "model.layers=2", "model.hidden=64", "model.heads=4", "model.vocab_size=300", "model.max_positions=16",
-        "train.seq_len=16", "train.batch_size=16", "train.micro_batch_size=2", "train.precision=fp8",
-        "parallel.gx=2", "parallel.gz=2", "parallel.chunks=2", "optim.shard_states=true",
+        "model=gpt_tiny", "model.layers=2", "model.hidden=64", "model.heads=4", "model.vocab_size=300",
+        "model.max_positions=16", "train.seq_len=16", "train.batch_size=16", "train.micro_batch_size=2",
+        "train.precision=fp8", "parallel.gx=2", "parallel.gz=2", "parallel.chunks=2", "optim.shard_states=true",
     ])  # fmt: skip
     problems, _ = simulate(train, config, 8, 0)
     assert not problems, "\n".join(problems)
@@ -58,8 +58,8 @@ def test_a_step_in_float8_on_a_gpu_has_no_race_and_the_host_does_not_wait(simula
 )
 def test_a_step_of_shared_sequences_has_no_race_and_keys_arrive_during_attention(simulate, words, collective):
     config = compose([
-        "model.layers=2", "model.hidden=64", "model.heads=4", "model.vocab_size=300", "model.max_positions=16",
-        "train.seq_len=16", "train.batch_size=16", "train.precision=bf16",
+        "model=gpt_tiny", "model.layers=2", "model.hidden=64", "model.heads=4", "model.vocab_size=300",
+        "model.max_positions=16", "train.seq_len=16", "train.batch_size=16", "train.precision=bf16",
         "parallel.gz=2", "parallel.context=4", "parallel.chunks=2", "optim.algorithm=adamw", *words,
     ])  # fmt: skip
     problems, overlaps = simulate(train, config, 4, 1)

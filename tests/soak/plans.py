@@ -6,6 +6,7 @@ from typing import NamedTuple
 PIPELINE = "parallel.pipeline."
 MODELS = {
     "gpt": (
+        "model=gpt_tiny",
         "model.layers=4",
         "model.hidden=24",
         "model.vocab_size=300",

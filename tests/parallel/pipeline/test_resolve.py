@@ -5,7 +5,7 @@ import pytest
 from gpt4d.config import ConfigError, GridSizes, compose
 from gpt4d.validation import validate
 
-MODEL = ("model.layers=4", "model.heads=4", "model.hidden=32", "data.path=null", "train.batch_size=16")
+MODEL = ("model=gpt_tiny", "model.hidden=32", "data.path=null", "train.batch_size=16")
 
 
 def plan(world_size, *settings):

@@ -133,8 +133,8 @@ def losses_of_gpt(config, world_size):
 
 
 GPT = (
-    "model.layers=4", "model.hidden=24", "model.heads=4", "model.vocab_size=258", "model.vocab_multiple=16",
-    "model.max_positions=12", "train.seq_len=12", "train.batch_size=8", "model.dropout=0.1",
+    "model=gpt_tiny", "model.layers=4", "model.hidden=24", "model.heads=4", "model.vocab_size=258",
+    "model.vocab_multiple=16", "model.max_positions=12", "train.seq_len=12", "train.batch_size=8", "model.dropout=0.1",
 )  # fmt: skip
 
 

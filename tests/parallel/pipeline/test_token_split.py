@@ -16,8 +16,8 @@ from tests.stages import RandomTokens, own_stage
 
 PIPELINE = "parallel.pipeline."
 GPT = (
-    "model.layers=3", "model.hidden=24", "model.heads=6", "model.vocab_size=258", "model.vocab_multiple=48",
-    "model.max_positions=12", "train.seq_len=12", "train.batch_size=8", "model.dropout=0.1",
+    "model=gpt_tiny", "model.layers=3", "model.hidden=24", "model.heads=6", "model.vocab_size=258",
+    "model.vocab_multiple=48", "model.max_positions=12", "train.seq_len=12", "train.batch_size=8", "model.dropout=0.1",
 )  # fmt: skip
 SPLIT, RECOMPUTED, CHUNKS = (
     "parallel.sequence_parallel=true",
