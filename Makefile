@@ -1,4 +1,4 @@
-# make train: train a small GPT from a fresh clone. make test: lint and all tests. make test-fast: under a minute.
+# make train: train a small Llama from a fresh clone. make test: lint and all tests. make test-fast: under a minute.
 # PYTHON selects the interpreter of .venv; ARGS are passed on: make train ARGS="train.steps=100".
 PYTHON ?= python3
 VENV := .venv

@@ -67,7 +67,7 @@ ONE_OF_EACH_FAMILY = [model if model in _FIRST else full(model) for model in SHI
         ("logging.wandb.project=a", "logging.wandb.project: there is no such key; did you mean logging.project?"),
         ("device=cpu", "a GPU is used where torch finds one; set the environment variable CUDA_VISIBLE_DEVICES"),
         ("name=a", "name: there is no such key; use one of checkpoint.…"),
-        ("model.rope_factor=2", "model.rope_factor: the chosen model has no such key; it is one of llama"),
+        ("model.dropout=0.1", "model.dropout: the chosen model has no such key; it is one of gpt2 and unet"),
         ("=4", "=4: no key before the =; use train.steps=100, for example"),
         ("model=4", "model=4: a choice of model is a name; train.py --help lists them"),
         ("cluster=null", "cluster=null: a choice of cluster is a name"),
@@ -100,7 +100,7 @@ def test_an_invalid_override_is_reported_in_one_line(override, message):
         (1, ["train.loss_chunks=3"], "train.loss_chunks=3: does not divide train.seq_len="),
         (1, ["model=unet_tiny", "train.loss_chunks=2"], "train.loss_chunks=2: an image has no logits"),
         (1, ["train.seq_len=512"], "train.seq_len=512: longer than model.max_positions=256"),
-        (1, ["model.heads=5"], "model.heads=5: does not divide model.hidden=128; use one of 1, 2, 4"),
+        (1, ["model=gpt_tiny", "model.heads=5"], "model.heads=5: does not divide model.hidden=128; use one of 1, 2, 4"),
         (1, ["train.precision=fp16"], "train.precision=fp16: use one of auto, fp32, bf16"),
         (1, ["train.precision=fp8", "model=unet_tiny"], "train.precision=fp8: multiplies matrices, and most products"),
         (
@@ -115,7 +115,7 @@ def test_an_invalid_override_is_reported_in_one_line(override, message):
         ),
         (
             4,
-            ["train.precision=fp8", "model.hidden=96", "parallel.gx=4"],
+            ["model=gpt_tiny", "train.precision=fp8", "model.hidden=96", "parallel.gx=4"],
             "parallel.gx=4: does not divide (output features of blocks.0.attention.qkv.weight)/16=18; use one of 1, 2",
         ),
         (
@@ -124,16 +124,16 @@ def test_an_invalid_override_is_reported_in_one_line(override, message):
             "train.precision=fp8: multiplies multiples of 16 tokens, and a chunk of a device's microbatch has 24; ",
         ),
         (1, ["train.steps=0"], "train.steps=0: use a value of at least 1"),
-        (1, ["parallel.cache_layers=true"], "parallel.cache_layers=True: not a number of blocks; use all, or 0 to 4"),
+        (1, ["parallel.cache_layers=true"], "parallel.cache_layers=True: not a number of blocks; use all, or 0 to 2"),
         (1, ["parallel.cache_scope=run"], "parallel.cache_scope=run: use one of microbatch, step"),
         (
             1,
             ["parallel.cache_scope=step"],
             "parallel.cache_scope=step: no weights are kept; use parallel.cache_layers=all",
         ),
-        (1, ["parallel.replicated_layers=5"], "parallel.replicated_layers=5: not a number of blocks; use 0 to 4"),
+        (1, ["parallel.replicated_layers=5"], "parallel.replicated_layers=5: not a number of blocks; use 0 to 2"),
         (1, ["cluster.hidden=1.5"], "cluster.hidden=1.5: use a value of at most 1"),
-        (1, ["model.dropout=1.0"], "model.dropout=1.0"),
+        (1, ["model=gpt_tiny", "model.dropout=1.0"], "model.dropout=1.0"),
         (
             1,
             ["model.vocab_size=4096", "data.tokenizer_vocab=5000"],
@@ -146,7 +146,7 @@ def test_an_invalid_override_is_reported_in_one_line(override, message):
         (
             1,
             ["data=blue_marble"],
-            "data.source=blue_marble: images, but model=gpt_tiny trains on text; use data=sotu",
+            "data.source=blue_marble: images, but model=llama_tiny trains on text; use data=sotu",
         ),
         (1, ["checkpoint.resume=/no/such"], "checkpoint.resume='/no/such'"),
         (1, ["checkpoint.resume=true"], "checkpoint.resume=true: not a way to resume; use auto, the default"),
@@ -375,7 +375,7 @@ def test_validation_imports_no_torch():
 
 
 def test_each_plan_pads_the_vocabulary_as_its_grids_need():
-    model = ["model.hidden=480", "model.heads=15", "model.vocab_size=259", "train.batch_size=15"]
+    model = ["model=gpt_tiny", "model.hidden=480", "model.heads=15", "model.vocab_size=259", "train.batch_size=15"]
     stages = ["parallel.pipeline.stages=2", "parallel.pipeline.stage_grids=[5x1x1x1,1x1x3x1]", "model.layers=4"]
     for world_size, grid, multiple in ((1, [], 128), (15, ["parallel.gx=5", "parallel.gz=3"], 1920), (8, stages, 1920)):
         config = validate(compose([*model, *grid]), world_size).config

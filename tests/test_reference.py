@@ -74,7 +74,7 @@ def test_help_explains_the_first_settings_and_lists_all_choices(capsys):
     assert {"train.steps", "optim.lr", "parallel.gdata", "run.dir"} < {*reference.FIRST}
     for key in set(reference.FIRST) - {"model", "data"}:
         assert f"{key}={DEFAULTS[key]} {found[key].field.metadata['meaning']}" in text, key
-    assert "model=gpt_tiny " in text and "data=sotu " in text
+    assert "model=llama_tiny " in text and "data=sotu " in text
     for path in CONFIG_DIR.glob("*/*.yaml"):
         assert path.stem in text, path
 

@@ -56,8 +56,8 @@ def test_combinations_are_hydras_in_its_order_with_a_directory_each():
     assert [job.name for job in jobs] == [f"lr={lr},seed={seed}" for lr in (0.001, 0.004) for seed in (0, 1)]
     assert jobs[1].swept == ["optim.lr=0.001", "train.seed=1"]
     assert (jobs[1].config.train.seed, jobs[1].config.train.steps) == (1, 5)
-    assert jobs[1].directory == Path("runs/gpt_tiny-sotu/lr=0.001,seed=1")
-    assert jobs[1].config.run.name == "gpt_tiny-sotu/lr=0.001,seed=1"
+    assert jobs[1].directory == Path("runs/llama_tiny-sotu/lr=0.001,seed=1")
+    assert jobs[1].config.run.name == "llama_tiny-sotu/lr=0.001,seed=1"
     assert [job.config for job in jobs] == [sweep.compose(job.overrides) for job in jobs]
 
 
@@ -72,7 +72,7 @@ def test_combinations_are_hydras_in_its_order_with_a_directory_each():
         ("train.sed=0,1", ["train.sed: there is no such key; did you mean train.seed?"]),
         (
             "optim.lr=1e-3,0.001",
-            ["optim.lr=0.001: the same run as optim.lr=0.001 (runs/gpt_tiny-sotu/lr=0.001); leave"],
+            ["optim.lr=0.001: the same run as optim.lr=0.001 (runs/llama_tiny-sotu/lr=0.001); leave"],
         ),
         (
             "model=gpt_tiny,llama_tiny",
@@ -100,7 +100,7 @@ def test_a_job_of_another_experiment_is_refused_before_the_first_job(tmp_path):
     job = sweep.expand(arguments, 1)[1]
     write_run(job.directory, event("start"), config="optim: {lr: 0.1}")
     (job.directory / "starts.jsonl").write_text(json.dumps({"config": "config.yaml"}) + "\n")
-    with pytest.raises(ConfigError, match=rf"^train.seed=1: optim.lr=0.016: {job.directory} has 0.1"):
+    with pytest.raises(ConfigError, match=rf"^train.seed=1: optim.lr=0.008: {job.directory} has 0.1"):
         sweep.expand(arguments, 1)
 
 

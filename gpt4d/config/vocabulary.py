@@ -14,7 +14,7 @@ from gpt4d.config.data_checks import HEADER, blend_paths, is_megatron, newest_fi
 from gpt4d.config.fields import LARGEST_SIZE, ConfigError
 from gpt4d.config.schema import DataConfig
 
-TRAINED = 4096  # size of a tokenizer that is trained on the corpus, unless data.tokenizer_vocab is set
+TRAINED = 8192  # size of a tokenizer that is trained on the corpus, unless data.tokenizer_vocab is set
 _size_of: list[Callable[[str], int]] = []
 
 

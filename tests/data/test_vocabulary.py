@@ -53,7 +53,7 @@ def test_the_default_is_the_size_of_the_tokenizer_of_the_data(tokens, tmp_path):
 
 
 def test_a_tokenizer_that_the_run_trains_determines_the_vocabulary():
-    assert compose([]).model.vocab_size == compose([]).data.tokenizer_vocab == 4096
+    assert compose([]).model.vocab_size == compose([]).data.tokenizer_vocab == 8192
     assert compose(["data.tokenizer_vocab=700"]).model.vocab_size == 700
     config = compose(["model.vocab_size=700"])
     assert (config.model.vocab_size, config.data.tokenizer_vocab) == (700, 700)
@@ -94,7 +94,7 @@ def test_plans_contain_the_size_and_pad_it(tokens, capsys):
     dry = [report(validate(config, 1), config) for config in map(compose, (data, [*data, f"model.vocab_size={size}"]))]
     assert dry[0] == dry[1]
     plans = []
-    for model in ([], [f"model.vocab_size={size}"], ["model.vocab_size=4096"]):
+    for model in ([], [f"model.vocab_size={size}"], ["model.vocab_size=8192"]):
         planner.main([*data, *model, "world_size=2", "format=json"])
         plans.append([plan["memory_gib"] for plan in json.loads(capsys.readouterr().out)])
     assert plans[0] == plans[1] != plans[2]

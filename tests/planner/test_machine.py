@@ -139,5 +139,5 @@ def test_a_run_on_another_device_than_its_cluster_says_so():
 def test_the_planner_says_that_it_plans_for_this_machine():
     answer = ask("world_size=2")
     assert answer.startswith("cluster is not set: planned for this machine's CPUs (")
-    assert "gpt_tiny on 2 device(s) of this machine's CPUs" in answer
+    assert "llama_tiny on 2 device(s) of this machine's CPUs" in answer
     assert "cluster is not set" not in ask("world_size=2", "cluster=local")
