@@ -95,7 +95,6 @@ def bars(rows: list[dict], title: str) -> Any:
     Rows without figures are left out.
     """
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
     rows = counting(rows)
     figure = Figure(figsize=(9, 1.6 + 0.42 * len(rows)), layout="constrained")
@@ -103,12 +102,19 @@ def bars(rows: list[dict], title: str) -> Any:
     draw_bars(axes, rows, [f"{row['family']} {row['name']}" for row in rows])
     axes.set_xlabel("seconds (median, min–max)")
     axes.set_title(title)
+    add_legend(figure, rows)
+    return figure
+
+
+def add_legend(figure: Any, rows: list[dict]) -> None:
+    """Name the colors of ``rows`` below all panels: the families, and the axes for which devices wait."""
+    from matplotlib.patches import Patch
+
     families = {row["family"] for row in rows}
-    waiting = {axis for row in rows for axis in row.get("exposed_s", ())}
+    waiting = {axis for row in rows for axis, seconds in row.get("exposed_s", {}).items() if seconds}
     legend = [Patch(color=color, label=family) for family, color in _COLORS.items() if family in families]
     legend += [Patch(color=color, label=f"waiting for {a}") for a, color in _WAIT_COLORS.items() if a in waiting]
     figure.legend(handles=legend, loc="outside lower center", ncols=4)
-    return figure
 
 
 def draw_bars(axes: Any, rows: list[dict], labels: list[str]) -> None:

@@ -97,4 +97,5 @@ def plot(settings: Settings, results: dict) -> Any:
         report.draw_bars(axes, rows, [f"{row['family']} {row['name']}" for row in rows])
         axes.set_title(f"{key.removeprefix('hosts_')} host(s): {results['layers']} layers of experts")
         axes.set_xlabel("seconds (median, min–max)")
+    report.add_legend(figure, [row for rows in measured.values() for row in rows])
     return figure
