@@ -88,7 +88,7 @@ def test_every_schedule_is_complete_and_ends_for_random_costs():
         assert problem(orders, parts, microbatches) is None, name
         timeline = simulate(orders, costs)
         busiest = max(sum(costs.seconds(action) for action in order) for order in orders)
-        assert timeline.seconds >= busiest
+        assert timeline.seconds >= busiest * (1 - 1e-12)  # sum() of Python 3.12 rounds less
         starts = {span.action: span.start for spans in timeline.stages for span in spans}
         for transfer in timeline.transfers:
             kind, microbatch, _ = transfer.action
