@@ -25,7 +25,11 @@ def model_card(checkpoint: Checkpoint, adapter: HuggingFaceAdapter, weights: str
     family = registry.of(meta.model)
     library = adapter.CLASS.partition(".")[0]
     data = ModelCardData(library_name=library, pipeline_tag=adapter.PIPELINE_TAG, tags=["gpt4d"])
-    facts: dict[str, Any] = {"parameters": f"{registry.describe(meta.model).num_parameters:,}", "weights": weights}
+    description = registry.describe(meta.model)
+    facts: dict[str, Any] = {"parameters": f"{description.num_parameters:,}"}
+    if description.unused_parameters:
+        facts["active parameters"] = f"{description.active_parameters:,}"
+    facts["weights"] = weights
     if meta.grids:
         facts |= {"data": meta.identity.get("data", ""), "steps": f"{meta.progress.step:,}"}
         facts[family.unit] = f"{meta.progress.units:,}"

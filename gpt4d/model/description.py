@@ -261,11 +261,15 @@ class Description:
         return sum(count * math.prod(spec.stored_shape) for spec, count in self.parameter_counts if not spec.state)
 
     @property
+    def active_parameters(self) -> int:
+        """The number of elements of the parameters that a token uses."""
+        return self.num_parameters - self.unused_parameters
+
+    @property
     def size(self) -> str:
         """The number of parameters as text, and those that a token uses if it does not use all of them."""
         text = f"{self.num_parameters / 1e6:,.1f} M parameters"
-        used = self.num_parameters - self.unused_parameters
-        return f"{text}, {used / 1e6:,.1f} M active" if self.unused_parameters else text
+        return f"{text}, {self.active_parameters / 1e6:,.1f} M active" if self.unused_parameters else text
 
     # ------------------------------------------------------------------------------------ weights and FLOPs
 

@@ -28,7 +28,8 @@ _COLORS = {
 def as_json(plans: list[Plan], config: Config | None = None, arguments: Sequence[str] = ()) -> str:
     """Return a JSON list, best first: overrides, times in s, bytes that a rank sends per step, memory in GiB.
 
-    With ``config``, each entry has the duration of the run and its command, to which ``arguments`` belong.
+    With ``config``, each entry has the model's numbers of parameters, the duration of the run and its command, to which
+    ``arguments`` belong.
     """
     entries = [
         {
@@ -57,8 +58,10 @@ def as_json(plans: list[Plan], config: Config | None = None, arguments: Sequence
 
 
 def _run(plan: Plan, config: Config, arguments: Sequence[str]) -> dict[str, Any]:
-    run = duration(config, plan.devices, plan.step_time_s)
+    run, description = duration(config, plan.devices, plan.step_time_s), registry.describe(config.model)
     return {
+        "parameters": description.num_parameters,
+        "active_parameters": description.active_parameters,
         "devices": plan.devices,
         "steps": run.steps,
         f"{run.unit}_per_s": run.units_per_s,

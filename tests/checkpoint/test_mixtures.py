@@ -112,3 +112,10 @@ def test_the_export_of_a_trained_import_has_its_validation_loss(ranks, tiny, tmp
     expected, *_ = expected_metrics(theirs, files.tokenizer(), held_out, config)
     (found,) = validations(config.run.dir)
     assert found["loss"] == pytest.approx(expected, rel=1e-6)
+    card = (tmp_path / "out" / "README.md").read_text()
+    of_experts = sum(parameter.numel() for name, parameter in theirs.named_parameters() if ".experts." in name)
+    unused = of_experts * (6 - source.experts_per_token) // 6
+    assert (
+        f"| parameters | {theirs.num_parameters():,} |\n| active parameters | {theirs.num_parameters() - unused:,} |\n"
+        in card
+    )

@@ -1,6 +1,7 @@
 """Planned bytes, memory and times of mixtures of experts. The planner replays the routing of a run."""
 
 import itertools
+import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from gpt4d.validation import validate
 from tests.grids import full
 from tests.planner.test_memory import check_peak, peak_taken
 from tests.planner.test_pipelines import bytes_of_a_step
+from tests.planner.test_search import ask
 
 MODEL = (
     "model=moe_tiny", "model.hidden=32", "model.head_size=8", "model.inner=24", "model.vocab_size=320",
@@ -225,3 +227,9 @@ def test_the_values_of_z_that_divide_the_experts_are_named():
     config = compose([*MODEL, "model.experts=12", "model.hidden=48", "parallel.gz=8", "train.batch_size=8"])
     with pytest.raises(ConfigError, match=r"parallel.gz=8: does not divide model.experts=12; use one of 1, 2, 3, 4, 6"):
         validate(config, 8)
+
+
+def test_an_answer_for_programs_has_the_published_numbers_of_parameters():
+    (entry,) = json.loads(ask("model=olmoe_7b", "grid=1x1x8x1", "cluster=dgx_h100", "format=json"))
+    found = entry["parameters"], entry["active_parameters"]
+    assert [round(count / 1e9, 2) for count in found] == [6.92, 1.28]
