@@ -8,16 +8,15 @@ are the tuned learning rates, and ``overrides`` are further settings of all runs
 Validation and saving do not count as seconds.
 """
 
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from benchmarks.training import train, validations
 
 OPTIMIZERS = "adamw", "muon"
 PACKAGES = ("torch",)
@@ -40,29 +39,21 @@ def run(settings: Settings) -> Iterator[dict]:
     with tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
         for seed in range(settings.seeds):
             for name in OPTIMIZERS:
-                curves[name].append(train(settings, name, seed, Path(directory)))
+                curves[name].append(losses(settings, name, seed, Path(directory)))
             yield summary(curves)
 
 
-def train(settings: Settings, optimizer: str, seed: int, directory: Path) -> list[dict]:
-    """Return step, seconds of training so far and loss of each validation of a run."""
-    run_dir = directory / f"{optimizer}-{seed}"
+def losses(settings: Settings, optimizer: str, seed: int, directory: Path) -> list[dict]:
+    """Return the points of a run's curve."""
     overrides = [
         f"model={settings.model}", f"optim.algorithm={optimizer}", f"optim.lr={getattr(settings, optimizer)}",
         f"train.steps={settings.steps}", f"train.seed={seed}", f"train.validate_every={settings.every}",
-        "logging.every=1", "logging.sample_tokens=0", "checkpoint.every=0", f"run.dir={run_dir}",
-        f"data.cache_dir={directory / 'cache'}",
         *settings.overrides.split(),
     ]  # fmt: skip
-    subprocess.run([sys.executable, "train.py", *overrides], check=True, stdout=subprocess.DEVNULL)
-    seconds, curve = 0.0, []
-    for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()):
-        if "event" not in line:
-            seconds += line["step_time_s"]
-        elif line["event"] == "validation":
-            curve.append({"step": line["step"], "seconds": seconds, "loss": line["loss"]})
-    print(f"{optimizer:6} seed {seed}: validation loss {curve[-1]['loss']:.4f} after {seconds:.0f} s", flush=True)
-    return curve
+    points = validations(train(directory / f"{optimizer}-{seed}", overrides))
+    last = points[-1]
+    print(f"{optimizer:6} seed {seed}: validation loss {last['loss']:.4f} after {last['seconds']:.0f} s", flush=True)
+    return points
 
 
 def summary(curves: dict[str, list[list[dict]]]) -> dict:
