@@ -26,10 +26,16 @@ def train_together(runs: Mapping[Path, Sequence[str]]) -> list[tuple[list[dict],
     commands = [_command(run_dir, overrides) for run_dir, overrides in runs.items()]
     processes = [subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment) for command in commands]
     seconds = []
-    for process in processes:
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        seconds.append(usage.ru_utime + usage.ru_stime)
+    try:
+        for process in processes:
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            seconds.append(usage.ru_utime + usage.ru_stime)
+    finally:
+        for process in processes:
+            if process.returncode is None:
+                process.kill()
+                process.wait()
     if failed := [run_dir.name for run_dir, process in zip(runs, processes, strict=True) if process.returncode]:
         raise RuntimeError(f"train.py failed: {', '.join(failed)}")
     return list(zip(map(_lines, runs), seconds, strict=True))

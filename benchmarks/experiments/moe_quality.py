@@ -24,8 +24,8 @@ from gpt4d.model import registry
 
 PACKAGES = ("torch",)
 MODELS = {
-    "mixture": ["model=moe_tiny"],
-    "dense": ["model=llama_tiny", "model.layers=2", "model.inner=352", "model.tied=false"],
+    "mixture": ["model=moe_tiny", "model.vocab_size=4096"],
+    "dense": ["model=llama_tiny", "model.vocab_size=4096", "model.layers=2", "model.inner=352", "model.tied=false"],
 }
 _ROUNDS, _FEW, _MANY = 2, 10, 60  # repetitions and steps of the runs that measure the time of a step
 _COLORS = {"mixture": "tab:blue", "dense": "tab:gray"}

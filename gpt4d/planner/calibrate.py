@@ -191,8 +191,9 @@ def square_matrix(device: torch.device) -> torch.Tensor:
 def _measure_operations(cluster: ClusterConfig, device: torch.device) -> tuple[float, float]:
     """Return microseconds per operation and GB/s of memory with which the planner predicts measured step times.
 
-    A GPU computes while the host starts further operations, so the time that Python takes is not part of its step. On a
-    GPU the results are the times of a tiny operation and of a large copy.
+    A GPU computes while the host starts further operations, so its time does not contain the host's. There the results
+    are the time in which the host launches a tiny operation, and the rate of a large copy. The first is the maximum
+    that the device may take for an operation.
     """
     return _time_kernels(device) if device.type == "cuda" else _fit_step_times(cluster, device)
 

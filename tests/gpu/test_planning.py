@@ -41,7 +41,8 @@ def test_the_planner_predicts_the_step_times(check: Check) -> None:
             times = f"{planned_s * 1e3:.0f} ms planned, {measured_s * 1e3:.0f} ms measured ({error:+.1%})"
             figures.append(f"{name}, microbatch {run['micro_batch']}: {times}")
             check.require(abs(error) <= _ERROR or check.rehearsal, f"{figures[-1]}: the planned time is off")
-            rows.append({"planned_s": planned_s, "measured_s": measured_s, "cluster": asdict(config.cluster)})
+            row = {"micro_batch": run["micro_batch"], "planned_s": planned_s, "measured_s": measured_s}
+            rows.append(row | {"cluster": asdict(config.cluster)})
     check.values["predictions"] = rows
     check.figure = "; ".join(figures)
 

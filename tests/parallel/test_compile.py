@@ -260,7 +260,7 @@ def test_all_ranks_report_a_compiler_that_fails_on_one_rank(ranks):
 
 
 def train_with_functions_that_are_traced(config):
-    """On a rank: the lines of a run, whose functions a compiler would get."""
+    """On a rank: the lines of a run that passes its functions to a compiler."""
     compiler = patch.object(torch, "compile", lambda function, **_: function)
     with compiler, patch.object(compile, "_missing_compiler", lambda device: None):
         train_in_rank(config)
