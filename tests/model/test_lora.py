@@ -28,6 +28,7 @@ RATE, STEPS = 1e-3, 20
 LORA = ["lora.rank=3", "optim.algorithm=adamw", "train.batch_size=4", "train.seq_len=16"]
 SETTINGS = {
     "gpt_tiny": ["model.vocab_size=4096", "model.dropout=0", "model.attention_dropout=0"],
+    "olmo2_tiny": ["model.vocab_size=4096"],
     "moe": ["model.layers=2", "model.qk_norm=heads", "model.balance_rate=0", "lora.targets=[qkv,output]"],
 }
 
