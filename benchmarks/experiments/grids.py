@@ -1,12 +1,12 @@
 """Losses of the same run on several grids.
 
-    python -m benchmarks grids [grids=1x1x1x1,2x2x2x1,1x2x1x2,2x1x2x2] [model=gpt_tiny] [steps=100]
+    python -m benchmarks grids [grids=1x1x1x1,2x2x2x1,1x2x1x2,2x1x2x2] [model=gpt_tiny] [overrides='…'] [steps=100]
         [out=benchmarks/results/grids]
 
 Trains ``train.py`` once on each grid, gx × gy × gz × gdata, under torchrun in a temporary directory, and compares the
 losses with the losses of the first grid. ``ddp4`` in place of a grid is the same run in torch's DistributedDataParallel
-on four ranks, with the model of transformers or diffusers (``benchmarks.adapters.ddp_run``). It takes a few minutes on
-two cores.
+on four ranks, with the model of transformers or diffusers (``benchmarks.adapters.ddp_run``). ``overrides`` are further
+settings of all runs. It takes a few minutes on two cores.
 """
 
 import itertools
@@ -34,6 +34,7 @@ class Settings:
     grids: str = "1x1x1x1,2x2x2x1,1x2x1x2,2x1x2x2"  # the first is the reference
     steps: int = 100
     model: str = "gpt_tiny"
+    overrides: str = ""
     lr: float = 1e-3  # At gpt_tiny's best 4e-3 training is at the edge of stability, which amplifies rounding errors.
     out: str = "benchmarks/results/grids"
 
@@ -46,9 +47,7 @@ def train(grid: str, config: Settings, directory: Path) -> list[float]:
     overrides += ["optim.algorithm=adamw", f"optim.lr={config.lr}", "optim.min_lr_ratio=0.1"]
     overrides += ["train.validation_batches=0", "logging.sample_tokens=0", "logging.sample_images=0"]
     overrides += ["checkpoint.resume=never"]
-    if config.model == "gpt_tiny":
-        overrides.append("model.vocab_size=4096")  # as in the published results
-    overrides += [f"run.dir={directory / grid}", f"data.cache_dir={directory / 'cache'}"]
+    overrides += [*config.overrides.split(), f"run.dir={directory / grid}", f"data.cache_dir={directory / 'cache'}"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     losses = directory / f"{grid}.json"
     program = ["-m", "benchmarks.adapters.ddp_run", f"out={losses}"] if in_torch else ["train.py"]

@@ -57,7 +57,7 @@ MIN_MEASURED_S = 0.2  # duration of a measurement: longer than a time slice of t
 ROUNDS = 3  # number of measurements per median
 MAX_MESSAGE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}  # full tensor of the largest collective, approximately
 MATRIX_SIZE = {"cpu": 512, "cuda": 8192}  # rows and columns of a large square product
-COPIED_BYTES = {"cpu": 64 << 20, "cuda": 2 << 30}
+COPIED_BYTES = 2 << 30
 ATTENTION_SHAPE = {"cpu": (2, 256, 8, 64), "cuda": (8, 2048, 16, 128)}  # sequences, positions, heads, features
 COMPARISONS = 9  # number of comparisons of a computation with and without a concurrent collective
 _REPEATS = 5  # calls per comparison, because a single call is too short to be timed
@@ -191,9 +191,9 @@ def square_matrix(device: torch.device) -> torch.Tensor:
 def _measure_operations(cluster: ClusterConfig, device: torch.device) -> tuple[float, float]:
     """Return microseconds per operation and GB/s of memory with which the planner predicts measured step times.
 
-    A GPU computes while the host starts further operations, so its time does not contain the host's. There the results
-    are the time in which the host launches a tiny operation, and the rate of a large copy. The first is the maximum
-    that the device may take for an operation.
+    A GPU computes while the host starts further operations, so the time of a step does not contain the host's. On a GPU
+    the results are the time in which the host launches a tiny operation, and the rate of a large copy. The device may
+    take less time for an operation.
     """
     return _time_kernels(device) if device.type == "cuda" else _fit_step_times(cluster, device)
 
@@ -201,7 +201,7 @@ def _measure_operations(cluster: ClusterConfig, device: torch.device) -> tuple[f
 def _time_kernels(device: torch.device) -> tuple[float, float]:
     """Return microseconds of an operation on a few numbers, and GB/s that a copy reads and writes."""
     few = torch.ones(8, device=device)
-    source = torch.ones(COPIED_BYTES[device.type], dtype=torch.uint8, device=device)
+    source = torch.ones(COPIED_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     operation_s = _seconds(lambda: few.add_(1), device)
     return operation_s * 1e6, 2e-9 * source.nbytes / _seconds(lambda: target.copy_(source), device)
