@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from benchmarks.cluster import LocalHost
 from benchmarks.interleave import WorkerSpec, interleave
+from benchmarks.laboratory.memory import allocated_peak
 from benchmarks.worker import Contender
-from gpt4d.testing.memory import allocated_peak
 
 
 class GradientStep(Protocol):

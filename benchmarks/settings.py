@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from benchmarks.cluster import EmulatedClusterConfig
+from benchmarks.laboratory.virtual_device import VirtualDevice
 from gpt4d.config import (
     ClusterConfig,
     ConfigError,
@@ -17,7 +18,6 @@ from gpt4d.config import (
     from_arguments,
 )
 from gpt4d.planner.device import KINDS
-from gpt4d.testing.virtual_device import VirtualDevice
 
 # Steps on virtual devices take about ten seconds, and differ little from each other.
 _VIRTUAL_DEFAULTS = ("mbit=200", "repeats=3", "warm_up=1")
@@ -37,8 +37,8 @@ class WorkerSettings:
 class DeviceConfig(EmulatedClusterConfig, WorkerSettings):
     """Emulated cluster, and the devices on which its ranks compute: this machine's cores, or virtual devices.
 
-    On a virtual device (``gpt4d.testing``) only products, attention and launches take time by default. Its memory is
-    too fast to matter, because the trainers are compared in their communication, not in their elementwise kernels.
+    On a virtual device (``benchmarks.laboratory``) only products, attention and launches take time by default. Its
+    memory is too fast to matter, because the trainers are compared in their communication, not in elementwise kernels.
     """
 
     repeats: int = 5  # measured runs of each contender

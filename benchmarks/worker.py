@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 
+from benchmarks.laboratory.virtual_device import VirtualDevice
 from gpt4d.config import from_arguments
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
-from gpt4d.testing.virtual_device import VirtualDevice
 
 Step = Callable[[], Callable[[], dict]]
 """One step of a contender. The call is timed; the function it returns is called afterwards and returns the rest of

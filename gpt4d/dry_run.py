@@ -1,7 +1,7 @@
 """``train.py --dry-run``: checks and predictions that are possible without starting a run. No torch here."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from gpt4d.config import (
     matching_files,
     patterns,
     tokenizer_file,
+    value_of,
 )
 from gpt4d.data.corpus_files import corpus_files
 from gpt4d.data.megatron_index import Index
@@ -38,8 +39,13 @@ def dry_arguments(arguments: Sequence[str]) -> list[str]:
     return [*(argument for argument in arguments if argument != "--dry-run"), "run.dry=true"]
 
 
-def report(plan: ParallelPlan, config: Config) -> str:
-    """Return a readable description of a run of ``plan``. ``config``: the configuration before its resolution.
+def report(plan: ParallelPlan, config: Config, origins: Mapping[str, str]) -> str:
+    """Return a readable description of a run of ``plan``.
+
+    Args:
+        plan: the plan of the run.
+        config: the configuration before its resolution.
+        origins: the origin of each value that follows from a file, by its key.
 
     Raises ConfigError if data cannot be read, or if the disk has no space for the first checkpoint.
     """
@@ -47,6 +53,7 @@ def report(plan: ParallelPlan, config: Config) -> str:
     step, devices = answer.plan, sum(stage.sizes.devices for stage in plan.stages)
     lines = [
         ("run", f"{config.run.dir}: {config.model.name}, {plan.description.size}, {batch_text(config)}"),
+        *(("from", f"{key}={value_of(config, key)}: {origin}") for key, origin in origins.items()),
         ("data", "; ".join(_data(config))),
         ("grid", f"{step.grid} (x, y, z, data) on {devices} device(s) of {config.cluster.name}{_chosen(plan)}"),
         ("memory", _memory(answer)),

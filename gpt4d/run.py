@@ -11,6 +11,7 @@ from gpt4d import dry_run, sweep
 from gpt4d.checkpoint import checkpoint_dir
 from gpt4d.checkpoint.space import check_space
 from gpt4d.config import CONFIG_DIR, Config, asks_for_help, to_config, train_help
+from gpt4d.data.completion import completion
 from gpt4d.runs import lock
 from gpt4d.runtime import gpu
 from gpt4d.runtime.errors import one_line_errors
@@ -46,10 +47,11 @@ def train(config: Config) -> None:
     """Train as a rank of this process's launcher. Exits with code 75 after a signal, once the run is saved."""
     faulthandler.enable()  # a mapped file that is truncated ends this process with SIGBUS; the stack shows its reader
     launch = Launch.from_environment()
+    config, origins = completion(config)
     plan = validate(config, config.run.world_size or launch.world_size)
     checkpoint_dir.check_run(config)
     if config.run.dry:
-        text = dry_run.report(plan, config)
+        text = dry_run.report(plan, config, origins)
         if not launch.rank:
             print(text)
         return

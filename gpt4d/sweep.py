@@ -31,6 +31,7 @@ from gpt4d.config import (
     to_config_error,
     value_of,
 )
+from gpt4d.data.completion import complete
 from gpt4d.runs import lock
 from gpt4d.runs.plots import plot_losses
 from gpt4d.runs.summary import Run, State
@@ -70,6 +71,7 @@ class Job:
         config = compose(overrides)
         name = job_name({key: _value(config, key, text) for key, text in map(_split, swept)})
         config.run.name, config.run.dir = f"{config.run.name}/{name}", str(Path(config.run.dir) / name)
+        config = complete(config)
         own = [f"{key}={format_for_hydra(value_of(config, key))}" for key in ("run.name", "run.dir")]
         return cls(name, [*overrides, *own], swept, config)
 

@@ -1,7 +1,6 @@
 """The validation of a run: every check that needs no process group, in one call. No torch here."""
 
 from gpt4d.config import Config, check_pipeline, check_unused, check_values
-from gpt4d.data import tokenizers  # noqa: F401 – registers the sizes of tokenizers for compose
 from gpt4d.evaluation.tasks import check_names, named_as_in_training
 from gpt4d.model import registry
 from gpt4d.optim.schedule import check_schedule

@@ -3,12 +3,15 @@ import signal
 
 import pytest
 
-# Before anything that reads the environment.
-import tests.environment  # noqa: F401 # isort: split
-from gpt4d.config import Config, compose
-from gpt4d.data import tokenizers  # noqa: F401 – registers the sizes of tokenizers for compose
+from tests.support import environment
+
+environment.isolate()  # before anything that reads variables
+# isort: split
+
+from gpt4d.config import Config
 from gpt4d.model import registry  # noqa: F401 – registers the families' settings
-from tests.rank_pool import RankPool, start_forkserver
+from tests.support.rank_pool import RankPool, start_forkserver
+from tests.support.settings import configured
 
 # A shell that starts the tests in the background makes them and their processes ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -59,7 +62,7 @@ def tiny(corpus, tmp_path_factory, tmp_path):
 
     def build(*overrides: str) -> Config:
         text = ["data=text", f"data.path={corpus}", "data.validation_fraction=0.2"]
-        return compose(
+        return configured(
             [
                 *(text if not any(override.startswith("data=") for override in overrides) else ()),
                 *(["model=gpt_tiny"] if not any(override.startswith("model=") for override in overrides) else ()),

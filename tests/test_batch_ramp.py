@@ -4,13 +4,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gpt4d.config import ConfigError, GridSizes, TrainConfig, batch_size_at, compose, samples_of, steps_for
+from gpt4d.config import ConfigError, GridSizes, TrainConfig, batch_size_at, samples_of, steps_for
 from gpt4d.data import sampler
 from gpt4d.data.prepare import corpus as prepared
 from gpt4d.planner.workload import micro_batch_sizes
 from gpt4d.validation import validate
 from tests.data import batch
-from tests.grids import build_model, full, hf_model, metric_lines, train_in_rank
+from tests.support.grids import build_model, full, hf_model, metric_lines, train_in_rank
+from tests.support.settings import configured
 from tests.test_trainer import plain_torch_run
 
 RAMP = [[0, 4], [18, 8], [60, 16]]  # 5 steps of 4 samples, 5 steps of 8 samples, then 16 samples
@@ -70,26 +71,26 @@ def test_a_size_begins_with_the_first_step_at_or_after_its_first_sample(ramp):
 )
 def test_a_mistake_in_a_ramp_is_one_line(overrides, message):
     with pytest.raises(ConfigError) as error:
-        validate(compose(["train.batch_size=8", *overrides]), 2)
+        validate(configured(["train.batch_size=8", *overrides]), 2)
     assert str(error.value).startswith(f"train.batch_ramp={message}") and "\n" not in str(error.value)
 
 
 def test_stages_have_microbatches_of_one_size_in_all_batches():
     ramp, stages = "train.batch_ramp=[[0,4],[9,8]]", "parallel.pipeline.stages=2"
-    plan = validate(compose(["train.batch_size=8", ramp, stages]), 2)
+    plan = validate(configured(["train.batch_size=8", ramp, stages]), 2)
     assert [plan.microbatches_of(size) for size in (4, 8)] == [4, 8]
     given = ["train.batch_size=8", ramp, stages, "parallel.pipeline.microbatches"]
-    assert validate(compose([*given[:3], f"{given[3]}=2"]), 2).microbatches_of(4) == 1
+    assert validate(configured([*given[:3], f"{given[3]}=2"]), 2).microbatches_of(4) == 1
     with pytest.raises(
         ConfigError, match=r"pipeline\.microbatches=1: .* every batch of train\.batch_ramp; use one of 2, 4"
     ):
-        validate(compose([*given[:3], f"{given[3]}=1"]), 2)
+        validate(configured([*given[:3], f"{given[3]}=1"]), 2)
 
 
 @pytest.mark.parametrize("mode", ["auto", "atp"])
 def test_the_planner_chooses_a_grid_and_a_microbatch_that_divide_every_batch(mode):
     overrides = ["train.batch_size=12", "train.batch_ramp=[[0,2],[100,12]]", "cluster=local", f"parallel.mode={mode}"]
-    plan = validate(compose(overrides), 8)
+    plan = validate(configured(overrides), 8)
     shards = plan.sizes.sample_shards(plan.config.parallel.context)
     micro_batch = plan.micro_batch_size(plan.stages[0])
     assert 2 % shards == 0
@@ -99,14 +100,14 @@ def test_the_planner_chooses_a_grid_and_a_microbatch_that_divide_every_batch(mod
 
 
 def test_the_planner_tries_microbatches_that_divide_every_larger_share():
-    config = compose(
+    config = configured(
         ["train.batch_size=24", "train.batch_ramp=[[0,4],[50,16],[100,24]]", "train.micro_batch_size=null"]
     )
     assert micro_batch_sizes(config, GridSizes(data=2)) == [12, 4, 2, 1]
 
 
 def test_the_length_in_tokens_counts_the_smaller_batches():
-    train = compose(
+    train = configured(
         ["train.batch_size=16", "train.seq_len=8", "train.batch_ramp=[[0,4],[18,8],[6e1,16]]", "train.tokens=1760"]
     ).train
     assert (train.steps, train.batch_ramp) == (20, RAMP)

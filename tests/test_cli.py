@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.grids import full
-from tests.jobs import run_command
+from tests.support.grids import full
+from tests.support.jobs import run_command
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -19,7 +19,6 @@ from gpt4d.config import (
     OptimConfig,
     ParallelConfig,
     TrainConfig,
-    compose,
     from_arguments,
     grid_problem,
     keys,
@@ -29,7 +28,8 @@ from gpt4d.config import (
 from gpt4d.model import registry
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.validation import validate
-from tests.grids import full
+from tests.support.grids import full
+from tests.support.settings import configured
 
 SHIPPED_MODELS = sorted(path.stem for path in (CONFIG_DIR / "model").glob("*.yaml"))
 _FIRST = {model.partition("_")[0]: model for model in reversed(SHIPPED_MODELS)}.values()  # one model of each family
@@ -77,7 +77,7 @@ ONE_OF_EACH_FAMILY = [model if model in _FIRST else full(model) for model in SHI
 )
 def test_an_invalid_override_is_reported_in_one_line(override, message):
     with pytest.raises(ConfigError) as error:
-        compose([override])
+        configured([override])
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -179,7 +179,7 @@ def test_an_invalid_override_is_reported_in_one_line(override, message):
 )
 def test_an_invalid_value_is_reported_with_a_remedy(world_size, overrides, message):
     with pytest.raises(ConfigError) as error:
-        validate(compose(overrides), world_size)
+        validate(configured(overrides), world_size)
     assert message in str(error.value)
 
 
@@ -228,7 +228,7 @@ YARN = ["model=llama_tiny", "model.rope_scaling=yarn", "model.rope_factor=2", "m
 )
 def test_values_that_make_no_sense_are_one_line(overrides, message):
     with pytest.raises(ConfigError) as error:
-        validate(compose(overrides), 1)
+        validate(configured(overrides), 1)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
@@ -244,17 +244,17 @@ def test_a_path_that_is_no_regular_file_is_reported_as_such(tmp_path):
     (tmp_path / "loop.txt").symlink_to("loop.txt")
     for name in ("pipe.txt", "broken.txt", "loop.txt"):
         with pytest.raises(ConfigError, match=rf"{name} is a broken link, a pipe or a device; use regular files"):
-            validate(compose(["data=text", f"data.path={tmp_path / name}"]), 1)
+            validate(configured(["data=text", f"data.path={tmp_path / name}"]), 1)
 
 
 def test_a_flag_is_reported_with_the_setting_that_is_meant():
     with pytest.raises(ConfigError, match=r"^--steps: settings are key=value; use train\.steps=10$"):
-        compose(["--steps", "10"])
+        configured(["--steps", "10"])
 
 
 @pytest.mark.parametrize(("value", "steps"), [("1e3", 1000), ("2.0", 2), ("1.5e1", 15), ("7", 7)])
 def test_whole_numbers_may_have_an_exponent_or_a_point(value, steps):
-    assert compose([f"train.steps={value}"]).train.steps == steps
+    assert configured([f"train.steps={value}"]).train.steps == steps
 
 
 def test_all_names_of_other_trainers_lead_to_keys_that_exist():
@@ -264,9 +264,9 @@ def test_all_names_of_other_trainers_lead_to_keys_that_exist():
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "olmo2", "gemma3", "moe"])
 def test_a_model_family_needs_a_size(family):
-    assert validate(compose([f"model={family}", "model.layers=1"]), 1).sizes == GridSizes()
+    assert validate(configured([f"model={family}", "model.layers=1"]), 1).sizes == GridSizes()
     with pytest.raises(ConfigError, match=f"model={family}: a family of models, not a size; choose one of"):
-        compose([f"model={family}"])
+        configured([f"model={family}"])
 
 
 @pytest.mark.parametrize("module", ["gpt4d.generate", "gpt4d.data.prepare", "gpt4d.planner.calibrate"])
@@ -277,17 +277,17 @@ def test_help_is_the_description_of_the_command(module, capsys):
 
 
 def test_gdata_defaults_to_the_remaining_devices():
-    assert validate(compose(["parallel.gx=2", "parallel.gz=2"]), 16).sizes == GridSizes(2, 1, 2, 4)
+    assert validate(configured(["parallel.gx=2", "parallel.gz=2"]), 16).sizes == GridSizes(2, 1, 2, 4)
 
 
 @pytest.mark.parametrize(("text", "steps"), [("10", (10, 10)), ("10-12", (10, 12)), ("null", None)])
 def test_profiled_steps_are_a_number_or_a_range(text, steps):
-    assert profiled_steps(compose([f"profile.steps={text}"])) == steps
+    assert profiled_steps(configured([f"profile.steps={text}"])) == steps
 
 
 @pytest.mark.parametrize("model", ONE_OF_EACH_FAMILY)
 def test_every_shipped_model_can_be_split_over_eight_devices(model):
-    config = compose([f"model={model}", "cluster.memory_gib=1e4", "parallel.gx=2", "parallel.gy=2", "parallel.gz=2"])
+    config = configured([f"model={model}", "cluster.memory_gib=1e4", "parallel.gx=2", "parallel.gy=2", "parallel.gz=2"])
     assert config.model.name == model
     assert validate(config, 16).sizes == GridSizes(2, 2, 2, 2)
 
@@ -316,7 +316,7 @@ def test_every_config_group_has_a_default():
 
 def test_a_model_can_choose_the_data_that_the_user_does_not(tmp_path, monkeypatch):
     configs = shutil.copytree(CONFIG_DIR, tmp_path / "configs")
-    monkeypatch.setattr(f"{compose.__module__}.CONFIG_DIR", configs)
+    monkeypatch.setattr("gpt4d.config.composing.CONFIG_DIR", configs)
     defaults = ["gpt2", "_self_", {"override /data@_global_.data": "blue_marble"}]
     (configs / "model/seeing.yaml").write_text(yaml.dump({"defaults": defaults, "name": "seeing"}))
     (configs / "model/seeing_more.yaml").write_text(yaml.dump({"defaults": ["seeing", "_self_"], "layers": 3}))
@@ -328,7 +328,7 @@ def test_a_model_can_choose_the_data_that_the_user_does_not(tmp_path, monkeypatc
         (["model=gpt_tiny"], "sotu"),
         ([], "sotu"),
     ):
-        config = compose(overrides)
+        config = configured(overrides)
         assert config.data.name == data
         assert config.run.name == f"{config.model.name}-{data}"
 
@@ -350,27 +350,27 @@ OPTIMIZERS = [  # settings, optim.lr, optim.warmup_steps, optim.ema_decay
 
 @pytest.mark.parametrize(("overrides", "lr", "warmup_steps", "ema_decay"), OPTIMIZERS, ids=lambda value: str(value))
 def test_a_model_sets_the_optimizer_unless_the_user_does(overrides, lr, warmup_steps, ema_decay):
-    optim = compose(overrides).optim
+    optim = configured(overrides).optim
     assert (optim.lr, optim.warmup_steps, optim.ema_decay) == (lr, warmup_steps, ema_decay)
 
 
 def test_fine_tuning_lasts_some_epochs_unless_the_user_sets_another_length():
-    assert compose(["train=finetune"]).train.epochs == 3
-    assert compose(["train=finetune", "train.epochs=0.5"]).train.epochs == 0.5
-    assert compose(["train=finetune", "train.epochs=null", "train.steps=9"]).train.steps == 9
+    assert configured(["train=finetune"]).train.epochs == 3
+    assert configured(["train=finetune", "train.epochs=0.5"]).train.epochs == 0.5
+    assert configured(["train=finetune", "train.epochs=null", "train.steps=9"]).train.steps == 9
     with pytest.raises(ConfigError, match=r"train\.steps=9: train\.epochs=3\.0 sets the length; set only one"):
-        compose(["train=finetune", "train.steps=9"])
+        configured(["train=finetune", "train.steps=9"])
 
 
 @pytest.mark.parametrize("model", ONE_OF_EACH_FAMILY)
 def test_optim_adamw_replaces_all_optimizer_settings_of_a_model(model):
-    assert compose([f"model={model}"]).optim != OptimConfig()
-    assert compose([f"model={model}", "optim=adamw"]).optim == OptimConfig()
+    assert configured([f"model={model}"]).optim != OptimConfig()
+    assert configured([f"model={model}", "optim=adamw"]).optim == OptimConfig()
 
 
 def test_validation_imports_no_torch():
-    imports = "import sys; from gpt4d.config import compose; from gpt4d.validation import validate"
-    script = f"{imports}; validate(compose([]), 1); sys.exit('torch' in sys.modules)"
+    imports = "import sys; from tests.support.settings import configured; from gpt4d.validation import validate"
+    script = f"{imports}; validate(configured([]), 1); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
@@ -378,7 +378,7 @@ def test_each_plan_pads_the_vocabulary_as_its_grids_need():
     model = ["model=gpt_tiny", "model.hidden=480", "model.heads=15", "model.vocab_size=259", "train.batch_size=15"]
     stages = ["parallel.pipeline.stages=2", "parallel.pipeline.stage_grids=[5x1x1x1,1x1x3x1]", "model.layers=4"]
     for world_size, grid, multiple in ((1, [], 128), (15, ["parallel.gx=5", "parallel.gz=3"], 1920), (8, stages, 1920)):
-        config = validate(compose([*model, *grid]), world_size).config
+        config = validate(configured([*model, *grid]), world_size).config
         assert config.model.vocab_multiple == multiple
         assert config.model.padded_vocab_size == max(multiple, 384)
         assert storage.shapes(config.model)["tokens.weight"] == (259, 480)

@@ -11,11 +11,11 @@ from PIL import Image
 
 from benchmarks import driver
 from gpt4d import dry_run
-from gpt4d.config import compose
 from gpt4d.data import tokenizers
 from gpt4d.planner import __main__ as planner
 from gpt4d.validation import validate
 from tests.data.test_megatron import write
+from tests.support.settings import configured
 
 REPOSITORY = Path(__file__).parents[1]
 _STARTERS = r"(?:python|torchrun|srun|sbatch) "
@@ -91,7 +91,7 @@ def test_a_documented_run_has_a_dry_run(command, directory, monkeypatch):
     overrides = [word for word in arguments_of(command, program) if word != "--dry-run"]
     if not any(word.startswith("cluster=") for word in overrides) or "cluster=mine" in overrides:
         overrides += ["cluster=perlmutter"]
-    config = compose([word for word in overrides if word != "cluster=mine"] + ["run.dry=true"])
+    config = configured([word for word in overrides if word != "cluster=mine"] + ["run.dry=true"])
     plan = validate(config, config.run.world_size or world_size_of(command))
     assert "nothing was started" in dry_run.report(plan, config)
 

@@ -6,8 +6,8 @@ from gpt4d import dry_run
 from gpt4d.checkpoint import space
 from gpt4d.config import ConfigError
 from gpt4d.validation import validate
-from tests.chat import chat_overrides
-from tests.jobs import run_command
+from tests.support.chat import chat_overrides
+from tests.support.jobs import run_command
 
 
 def test_a_dry_run_predicts_the_run_and_leaves_nothing_behind(ranks, corpus, tmp_path):

@@ -15,7 +15,6 @@ from gpt4d.config import (
     Effect,
     changes,
     check_changes,
-    compose,
     effect_of,
     known_keys,
     recorded_settings,
@@ -25,7 +24,8 @@ from gpt4d.data.preparation import identity_of
 from gpt4d.model import registry
 from gpt4d.validation import validate
 from tests.evaluation.offline_tasks import write_tasks
-from tests.grids import metric_lines, train_in_rank
+from tests.support.grids import metric_lines, train_in_rank
+from tests.support.settings import configured
 
 # Other values of the keys that leave results unchanged, in as few runs as possible: processes and overrides.
 NONE_RUN = (
@@ -174,7 +174,7 @@ def test_every_key_has_a_row_for_its_effect():
 
 @functools.cache
 def default_of(base):
-    return compose(BASES[base])
+    return configured(BASES[base])
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def default_of(base):
 def test_another_value_of_a_key_with_results_is_refused_or_rejected(base, key, value):
     before = default_of(base)
     try:
-        after = compose([*BASES[base], f"{key}={value}"])
+        after = configured([*BASES[base], f"{key}={value}"])
         validate(after, 1)
     except ConfigError as error:
         assert key in str(error)
@@ -196,7 +196,7 @@ def test_another_value_of_a_key_with_results_is_refused_or_rejected(base, key, v
 
 @pytest.mark.parametrize(("key", "value"), LENGTHS.items())
 def test_another_length_is_found_and_not_refused(key, value):
-    before, after = compose(), compose([f"{key}={value}"])
+    before, after = configured(), configured([f"{key}={value}"])
     found = changes(recorded_settings(asdict(before)), recorded_settings(asdict(after)))
     assert key in found
     check_changes(found, [], "runs/a")
@@ -204,7 +204,7 @@ def test_another_length_is_found_and_not_refused(key, value):
 
 @pytest.mark.parametrize(("key", "value"), (UNUSED_ON_TEXT | UNUSED_ON_A_CPU | UNUSED_WITHOUT_AVERAGES).items())
 def test_keys_that_a_text_on_a_cpu_does_not_read_are_rejected(key, value):
-    assert key in unused_keys(compose(["cluster=local", f"{key}={value}"]))
+    assert key in unused_keys(configured(["cluster=local", f"{key}={value}"]))
 
 
 @pytest.mark.parametrize(("key", "source", "value"), [(key, *row) for key, row in DATA.items()])
@@ -214,7 +214,7 @@ def test_another_value_of_a_key_of_the_data_makes_other_data(key, source, value,
     lines = f"data.path={tmp_path}/a.jsonl"
     paths = {"data=text": f"data.path={tmp_path}/a.*", "data=jsonl": lines, "data=chat": lines}
     base = [*source, *([paths[source[0]]] if source[0] in paths else [])]
-    before, after = compose(base).data, compose([*base, f"{key}={value}"]).data
+    before, after = configured(base).data, configured([*base, f"{key}={value}"]).data
     if key == "data.blend":
         assert before.blend != after.blend  # the fingerprints of the directories are compared by Task.identity
     else:

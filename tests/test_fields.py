@@ -5,10 +5,11 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 
 import pytest
 
-from gpt4d.config import ConfigError, OptimConfig, check_limits, compose, from_arguments, redefined, schema, setting
+from gpt4d.config import ConfigError, OptimConfig, check_limits, from_arguments, redefined, schema, setting
 from gpt4d.config.fields import Limits
 from gpt4d.model import registry
 from gpt4d.runs.__main__ import ListConfig
+from tests.support.settings import configured
 
 SCHEMAS = [kind for kind in vars(schema).values() if isinstance(kind, type) and is_dataclass(kind)]
 SCHEMAS += [registry.get(name).config for name in ("gpt2", "llama", "olmo2", "gemma3", "moe", "unet")]
@@ -21,7 +22,7 @@ RESOLVED |= {
 
 
 def defaults(kind):
-    return compose() if kind is schema.Config else kind(**RESOLVED.get(kind.__name__, {}))
+    return configured() if kind is schema.Config else kind(**RESOLVED.get(kind.__name__, {}))
 
 
 def values_outside(limits):
@@ -61,7 +62,7 @@ def test_a_value_outside_a_limit_is_reported_with_key_value_and_remedy(kind, fie
 def test_limits_hold_in_nested_settings_and_in_lists():
     cluster = schema.ClusterConfig(levels=[schema.LevelConfig(), schema.LevelConfig(latency_us=-1)])
     with pytest.raises(ConfigError, match=r"^cluster\.levels\[1\]\.latency_us=-1: use a value of at least 0$"):
-        check_limits(replace(compose(), cluster=cluster))
+        check_limits(replace(configured(), cluster=cluster))
 
 
 def test_a_redefined_setting_has_the_meaning_and_the_limits_of_its_base():

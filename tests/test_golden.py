@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from gpt4d.config import GridSizes, compose
+from gpt4d.config import GridSizes
 from gpt4d.data.prepare import corpus
 from gpt4d.model import registry  # noqa: F401 – registers the families' settings
 from gpt4d.planner import tables
 from gpt4d.planner.search import rank
-from tests.grids import full, grid_name, metric_lines, on_grid, train_in_rank
-from tests.rank_pool import RankPool
+from tests.support.grids import full, grid_name, metric_lines, on_grid, train_in_rank
+from tests.support.rank_pool import RankPool
+from tests.support.settings import configured
 
 FILES = Path(__file__).parent / "golden"
 GRIDS = [GridSizes(), GridSizes(1, 2, 1, 2), GridSizes(2, 2, 2, 1), GridSizes(2, 1, 2, 2)]
@@ -52,7 +53,7 @@ QUERIES = [
 
 def train(ranks, sizes: GridSizes, directory: Path) -> list[list]:
     """Loss, gradient norm and bytes per axis of each of 20 steps."""
-    config = compose([*RUN, *on_grid(sizes), f"run.dir={directory / str(sizes)}", f"data.cache_dir={directory}"])
+    config = configured([*RUN, *on_grid(sizes), f"run.dir={directory / str(sizes)}", f"data.cache_dir={directory}"])
     corpus(config.data)  # prepared here: ranks of the pool may not start encoding processes
     ranks.run(sizes.devices, train_in_rank, config)
     lines = metric_lines(config.run.dir)
@@ -63,7 +64,7 @@ def answer(query: str) -> list[dict]:
     """Return the planner's three best grids."""
     world_size, *overrides = query.split()
     devices = int(world_size.partition("=")[2])
-    return json.loads(tables.as_json(rank(compose(overrides), devices, top=3).plans))
+    return json.loads(tables.as_json(rank(configured(overrides), devices, top=3).plans))
 
 
 def assert_close(found, expected, where="") -> None:

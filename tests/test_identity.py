@@ -7,8 +7,8 @@ import pytest
 
 from gpt4d import starts
 from gpt4d.config import ConfigError, Effect, check_allowed, effect_of, known_keys
-from tests.grids import metric_lines, train_in_rank
-from tests.rank_pool import RankFailure
+from tests.support.grids import metric_lines, train_in_rank
+from tests.support.rank_pool import RankFailure
 
 
 def test_every_key_has_an_effect():

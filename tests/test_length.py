@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from gpt4d.config import ConfigError, compose, profiled_steps, with_epochs, with_steps
+from gpt4d.config import ConfigError, profiled_steps, with_epochs, with_steps
 from gpt4d.model import registry  # noqa: F401 – registers the families' settings
 from gpt4d.validation import validate
-from tests.grids import metric_lines, train_in_rank
+from tests.support.grids import metric_lines, train_in_rank
+from tests.support.settings import configured
 
 
 @pytest.mark.parametrize(
@@ -24,14 +25,14 @@ from tests.grids import metric_lines, train_in_rank
     ],
 )
 def test_tokens_are_rounded_up_to_complete_steps(overrides, steps):
-    config = compose(["train.batch_size=8", "train.seq_len=256", *overrides])
+    config = configured(["train.batch_size=8", "train.seq_len=256", *overrides])
     assert config.train.steps == steps
     assert with_steps(config) == config
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(1, 13), (2, 25), (0.5, 7), (0.01, 1)])
 def test_epochs_are_rounded_up_to_complete_steps(epochs, steps):
-    config = compose([f"train.epochs={epochs}", "train.batch_size=8"])
+    config = configured([f"train.epochs={epochs}", "train.batch_size=8"])
     assert with_epochs(config, 100).train.steps == steps
 
 
@@ -48,12 +49,12 @@ def test_epochs_are_rounded_up_to_complete_steps(epochs, steps):
 )
 def test_one_key_sets_the_length(overrides, message):
     with pytest.raises(ConfigError) as error:
-        compose(overrides)
+        configured(overrides)
     assert message in str(error.value)
 
 
 def test_a_traced_step_beyond_the_epochs_is_rejected_once_their_length_is_known():
-    config = compose(["train.epochs=1", "profile.steps=700"])
+    config = configured(["train.epochs=1", "profile.steps=700"])
     validate(config, 1)
     assert profiled_steps(with_epochs(config, 8000)) == (700, 700)
     with pytest.raises(ConfigError, match=r"the run ends with step train\.steps=10"):
@@ -74,9 +75,9 @@ def test_epochs_end_the_run_and_its_schedule_and_a_resume_may_extend_them(ranks,
 
 @pytest.mark.parametrize("model", ["unet_tiny", "utransformer_tiny"])
 def test_epochs_replace_the_steps_of_a_models_file(model):
-    assert compose([f"model={model}"]).train.steps == 300
-    config = compose([f"model={model}", "train.epochs=2", "train.batch_size=10"])
+    assert configured([f"model={model}"]).train.steps == 300
+    config = configured([f"model={model}", "train.epochs=2", "train.batch_size=10"])
     assert with_epochs(config, 100).train.steps == 20
-    assert with_epochs(compose([f"model={model}", "train=finetune", "train.batch_size=10"]), 100).train.steps == 30
+    assert with_epochs(configured([f"model={model}", "train=finetune", "train.batch_size=10"]), 100).train.steps == 30
     with pytest.raises(ConfigError, match=r"train\.steps=90: train\.epochs=2\.0 sets the length; set only one"):
-        compose([f"model={model}", "train.epochs=2", "train.steps=90"])
+        configured([f"model={model}", "train.epochs=2", "train.steps=90"])

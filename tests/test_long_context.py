@@ -13,13 +13,14 @@ import torch.nn.functional as F
 from gpt4d.checkpoint import checkpoint_dir
 from gpt4d.checkpoint.__main__ import main as checkpoint_command
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
-from gpt4d.config import ConfigError, compose
+from gpt4d.config import ConfigError
 from gpt4d.data.prepare import corpus as prepared
 from gpt4d.validation import validate
-from tests.chat import write_tokenizer
 from tests.checkpoint.test_exporter_llama import GEMMA3, MODEL, OLMO2, save
-from tests.grids import full, metric_lines, train_in_rank
-from tests.jobs import run_command
+from tests.support.chat import write_tokenizer
+from tests.support.grids import full, metric_lines, train_in_rank
+from tests.support.jobs import run_command
+from tests.support.settings import configured
 from tests.test_cli import ROOT
 from tests.test_tutorials import commands_of, overridden
 
@@ -128,15 +129,15 @@ def test_a_length_beyond_the_models_is_rejected_with_overrides_that_extend_it(ov
     with pytest.raises(
         ConfigError, match=r"^train\.seq_len=\d+: longer than model\.max_positions=\d+; lower it"
     ) as error:
-        validate(compose([*overrides, "cluster=dgx_h100", "cluster.memory_gib=1e6"]), 1)
+        validate(configured([*overrides, "cluster=dgx_h100", "cluster.memory_gib=1e6"]), 1)
     assert f"extend a trained model by RoPE scaling with {settings}, or train a new model" in str(error.value)
-    validate(compose([*overrides, *settings.split(), "cluster=dgx_h100", "cluster.memory_gib=1e6"]), 1)
+    validate(configured([*overrides, *settings.split(), "cluster=dgx_h100", "cluster.memory_gib=1e6"]), 1)
 
 
 def test_learned_positions_are_rejected_with_a_remedy_for_a_new_model():
     expected = "and learned positions cannot be extended; lower it, or train a new model with model.max_positions=512"
     with pytest.raises(ConfigError, match=expected):
-        validate(compose(["model=gpt_tiny", "train.seq_len=512", "cluster=local"]), 1)
+        validate(configured(["model=gpt_tiny", "train.seq_len=512", "cluster=local"]), 1)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,7 @@ def test_learned_positions_are_rejected_with_a_remedy_for_a_new_model():
     ],
 )
 def test_a_step_of_the_recipe_has_about_a_million_tokens(overrides, length, sequences):
-    config = compose(["train=long_context", *overrides])
+    config = configured(["train=long_context", *overrides])
     assert (config.train.seq_len, config.train.batch_size) == (length, sequences)
     assert (config.optim.algorithm, config.optim.lr, config.optim.warmup_steps) == ("adamw", 2e-5, 20)
 

@@ -10,7 +10,7 @@ from gpt4d import metrics
 from gpt4d.config import Config
 from gpt4d.runs.history import History
 from gpt4d.validation import validate
-from tests.grids import metric_lines
+from tests.support.grids import metric_lines
 
 
 def comm(exposed, hidden):

@@ -9,8 +9,8 @@ import torch
 
 from gpt4d.config import ConfigError, TrainConfig
 from gpt4d.monitor import LossMonitor, RunningStats, StepMetrics, StragglerDetector, all_finite
-from tests.grids import metric_lines
-from tests.rank_pool import RankFailure
+from tests.support.grids import metric_lines
+from tests.support.rank_pool import RankFailure
 
 NAN = math.nan
 
@@ -92,7 +92,7 @@ def train_with_bad_gradient(config, steps, value, bad_rank=1):
     import torch.distributed as dist
 
     from gpt4d.parallel.gradient_reducer import GradientReducer
-    from tests.grids import global_tensor
+    from tests.support.grids import global_tensor
 
     trainer = build_trainer(config)
     finish, weights = GradientReducer.finish, []

@@ -8,7 +8,7 @@ from pathlib import Path
 import matplotlib
 import pytest
 
-from tests.grids import metric_lines, train_in_rank
+from tests.support.grids import metric_lines, train_in_rank
 
 NOTEBOOK = json.loads((Path(__file__).resolve().parents[1] / "examples/plot_run.ipynb").read_text(encoding="utf-8"))
 CELLS = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]

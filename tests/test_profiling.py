@@ -19,7 +19,7 @@ from gpt4d.runtime.launch import Launch
 from gpt4d.timeline import LayerSpan
 from gpt4d.trainer import Trainer
 from gpt4d.validation import validate
-from tests.grids import metric_lines, on_grid, train_in_rank
+from tests.support.grids import metric_lines, on_grid, train_in_rank
 
 SHORT = ("train.steps=4", "train.micro_batch_size=4")
 RECOMPUTED = "train.activation_checkpointing=full"

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from gpt4d import run
-from gpt4d.config import CONFIG_DIR, Config, ConfigError, compose, known_keys, reference, value_of
+from gpt4d.config import CONFIG_DIR, Config, ConfigError, known_keys, reference, value_of
 from gpt4d.config import __main__ as command
 from gpt4d.config.keys import settings
 from gpt4d.config.reference import default_text, explain
+from tests.support.settings import configured
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/reference/configuration.md"
 DEFAULTS = {each.key: default_text(each) for each in settings() if not each.family}
@@ -61,7 +62,7 @@ def test_a_word_without_a_key_is_one_line():
 def test_the_defaults_of_the_reference_are_valid_on_a_command_line():
     groups = ("optim", "parallel", "checkpoint", "logging", "cluster")
     shown = {key: text for key, text in DEFAULTS.items() if key.startswith(groups)}
-    composed = compose([f"{key}={text}" for key, text in shown.items()])
+    composed = configured([f"{key}={text}" for key, text in shown.items()])
     for key in shown:
         assert value_of(composed, key) == value_of(Config(), key), key
     assert len(shown) > 60

@@ -2,8 +2,8 @@
 
 import os
 
-from tests.jobs import LaunchedJob
 from tests.runtime.test_faults import at_step, shorten_timeouts
+from tests.support.jobs import LaunchedJob
 
 SECRETS = {
     "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",

@@ -16,6 +16,7 @@ from gpt4d.config import ConfigError
 from gpt4d.runs import lock
 from gpt4d.runs.summary import Run, State
 from gpt4d.runtime.launch import ArrayTask, Launch
+from tests.support.settings import configured
 from tests.test_cli import ROOT, overrides, torchrun
 from tests.test_runs import event, locked_by_another_process, step, write_run
 
@@ -58,7 +59,7 @@ def test_combinations_are_hydras_in_its_order_with_a_directory_each():
     assert (jobs[1].config.train.seed, jobs[1].config.train.steps) == (1, 5)
     assert jobs[1].directory == Path("runs/llama_tiny-sotu/lr=0.001,seed=1")
     assert jobs[1].config.run.name == "llama_tiny-sotu/lr=0.001,seed=1"
-    assert [job.config for job in jobs] == [sweep.compose(job.overrides) for job in jobs]
+    assert [job.config for job in jobs] == [configured(job.overrides) for job in jobs]
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,14 @@ import torch.distributed as dist
 from PIL import Image
 
 from gpt4d import metrics
-from gpt4d.config import Config, ConfigError, compose
+from gpt4d.config import Config, ConfigError
 from gpt4d.runtime.signals import Stopped, StopRequest
 from gpt4d.trackers import registry
 from gpt4d.trackers.run_trackers import RunTrackers, tag
 from gpt4d.validation import validate
-from tests.grids import metric_lines, train_in_rank
-from tests.rank_pool import RankFailure
+from tests.support.grids import metric_lines, train_in_rank
+from tests.support.rank_pool import RankFailure
+from tests.support.settings import configured
 
 
 def tensorboard_points(run_dir):
@@ -198,7 +199,7 @@ def test_tags_have_only_characters_that_every_tracker_accepts():
 def test_a_missing_package_is_one_line_with_the_command_before_any_process_group(monkeypatch, name):
     monkeypatch.setattr(registry, "find_spec", lambda module: None)
     with pytest.raises(ConfigError) as error:
-        validate(compose([f"logging.trackers=[{name}]", "cluster=local"]), 1)
+        validate(configured([f"logging.trackers=[{name}]", "cluster=local"]), 1)
     install = "wandb" if name == "wandb" else f"'gpt4d[{name}]'"
     assert str(error.value) == (
         f"logging.trackers=[{name}]: the package {name} is not installed; run pip install {install}"
@@ -217,7 +218,7 @@ def test_a_setting_that_a_tracker_needs_is_checked(monkeypatch, overrides, messa
     monkeypatch.setattr(registry, "find_spec", lambda module: module)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(ConfigError, match=message):
-        validate(compose([*overrides, "cluster=local"]), 1)
+        validate(configured([*overrides, "cluster=local"]), 1)
 
 
 @pytest.mark.parametrize(

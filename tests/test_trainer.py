@@ -13,7 +13,7 @@ from gpt4d.data.prepare import corpus as prepared
 from gpt4d.optim.schedule import learning_rate
 from gpt4d.parallel.context import Context
 from tests.data import batch
-from tests.grids import (
+from tests.support.grids import (
     BINARY_GRIDS,
     PAIRWISE_GRIDS,
     build_model,
@@ -26,7 +26,7 @@ from tests.grids import (
     sampled,
     train_in_rank,
 )
-from tests.rank_pool import RankFailure
+from tests.support.rank_pool import RankFailure
 
 OF_THE_MACHINE = "slow", "straggler"  # events that depend on what else it does
 

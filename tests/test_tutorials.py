@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import Whitespace
 
 from tests.checkpoint.test_exporter_llama import MODEL, save
-from tests.jobs import run_command
+from tests.support.jobs import run_command
 from tests.test_cli import ROOT
 
 PAGES = {path.stem: path for path in sorted((ROOT / "docs/tutorials").glob("*.md"))}

@@ -7,9 +7,10 @@ import shlex
 
 import pytest
 
-from gpt4d.config import CONFIG_DIR, ConfigError, compose, conditional_keys, known_keys, unused_keys
+from gpt4d.config import CONFIG_DIR, ConfigError, conditional_keys, known_keys, unused_keys
 from gpt4d.model import registry  # noqa: F401 – registers the families' settings
 from gpt4d.validation import validate
+from tests.support.settings import configured
 
 TEXT, PICTURES = "model=gpt_tiny", "model=unet_tiny"
 ADAMW = "optim.algorithm=adamw"
@@ -119,7 +120,7 @@ CASES = [  # an unused key, the reason, and the setting that makes a run read it
 @functools.cache
 def unused(*overrides: str) -> dict[str, str]:
     """Return the unused keys of a run, with their reasons."""
-    return unused_keys(compose(overrides))
+    return unused_keys(configured(overrides))
 
 
 def keys_of(overrides):
@@ -132,7 +133,7 @@ def test_a_key_that_nothing_reads_is_reported_until_something_does(overrides, re
     (key,) = found
     assert key in keys_of(overrides)
     assert reason in f"{key}={overrides[-1].partition('=')[2]}: {found[key]}"
-    assert not unused_keys(compose([*overrides, *added]))
+    assert not unused_keys(configured([*overrides, *added]))
 
 
 def test_the_cases_have_every_key_that_only_some_runs_read():
@@ -144,7 +145,7 @@ def test_the_cases_have_every_key_that_only_some_runs_read():
 def test_an_unused_key_ends_the_run_before_it_starts():
     message = r"data\.path=book\.txt: data\.source=sotu reads no path; add data=text"
     with pytest.raises(ConfigError, match=message):
-        validate(compose(["data.path=book.txt"]), 1)
+        validate(configured(["data.path=book.txt"]), 1)
 
 
 @pytest.mark.parametrize(
@@ -161,14 +162,14 @@ def test_an_unused_key_ends_the_run_before_it_starts():
     ],
 )
 def test_presets_and_values_that_switch_off_are_no_unused_keys(overrides):
-    assert not unused_keys(compose(overrides))
+    assert not unused_keys(configured(overrides))
 
 
 @pytest.mark.parametrize("group", sorted(path.name for path in CONFIG_DIR.iterdir() if path.is_dir()))
 def test_no_file_under_configs_sets_an_unused_key(group):
     for path in sorted((CONFIG_DIR / group).glob("*.yaml")):
         model = [PICTURES] if group == "data" and path.stem in ("blue_marble", "cifar10", "pictures") else []
-        assert not unused_keys(compose([*model, f"{group}={path.stem}"])), path
+        assert not unused_keys(configured([*model, f"{group}={path.stem}"])), path
 
 
 def documented_commands():
@@ -186,4 +187,4 @@ def documented_commands():
 @pytest.mark.parametrize("command", list(documented_commands()))
 def test_no_documented_command_has_an_unknown_or_unused_key(command):
     trained = [word for word in command if word.startswith("data.tokenizer=runs/")]  # by an earlier command
-    assert not unused_keys(compose([*command, *(["model.vocab_size=4096"] if trained else [])]))
+    assert not unused_keys(configured([*command, *(["model.vocab_size=4096"] if trained else [])]))

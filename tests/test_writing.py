@@ -17,8 +17,8 @@ from gpt4d.parallel.resharding import __main__ as reshardings
 from gpt4d.planner import __main__ as planner
 from gpt4d.runs.lock import DirectoryLock
 from gpt4d.trainer import Trainer
-from tests.grids import metric_lines, train_in_rank
-from tests.rank_pool import RankFailure
+from tests.support.grids import metric_lines, train_in_rank
+from tests.support.rank_pool import RankFailure
 
 
 class Disk:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.laboratory.virtual_device import VirtualDevice
 from benchmarks.settings import WorkerConfig, parse_sizes
 from benchmarks.worker import Contender, share_process_groups
 from benchmarks.workloads import Workload, block_workload, initial_weights, inputs_and_upstream, take_gradient_norms
@@ -29,7 +30,6 @@ from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layers.norm import LayerNormSpec
 from gpt4d.parallel.sharded_weights import ShardedWeights
 from gpt4d.runtime.launch import Launch
-from gpt4d.testing.virtual_device import VirtualDevice
 
 
 def without_cuda() -> None:

@@ -19,6 +19,7 @@ from torch.nn.utils import clip_grad_norm_
 from benchmarks.adapters.library_models import library_model
 from gpt4d.config import Config, compose
 from gpt4d.data.batch import Batch
+from gpt4d.data.completion import complete
 from gpt4d.model import registry
 from gpt4d.optim.schedule import learning_rate
 from gpt4d.parallel.grid import Grid
@@ -69,6 +70,6 @@ def run(config: Config) -> list[float]:
 if __name__ == "__main__":
     out, *overrides = sys.argv[1:]
     with process_group(Launch.from_environment(), torch.device("cpu")):
-        losses = run(compose(overrides))
+        losses = run(complete(compose(overrides)))
         if dist.get_rank() == 0:
             Path(out.removeprefix("out=")).write_text(json.dumps(losses))

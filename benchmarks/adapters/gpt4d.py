@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from benchmarks.adapters.gpt4d_stages import stages  # noqa: F401 – a function of this adapter
+from benchmarks.laboratory.virtual_device import VirtualDevice
 from benchmarks.settings import WorkerConfig, parse_grid, parse_sizes
 from benchmarks.worker import Contender, repeat_step, share_process_groups
 from benchmarks.workloads import (
@@ -32,7 +33,6 @@ from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.parallel.pipeline.schedule import single_stage
 from gpt4d.parallel.stage_plan import ranks_in_grid_order
 from gpt4d.step import TrainStep, build_stage
-from gpt4d.testing.virtual_device import VirtualDevice
 
 # name: (all-reduce, reduce-scatter, all-gather, cached blocks)
 OVERLAPS = {

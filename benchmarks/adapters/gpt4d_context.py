@@ -6,11 +6,11 @@ from benchmarks.adapters.gpt4d import Training
 from benchmarks.adapters.torch_llama import torch_tensors
 from benchmarks.context_steps import ContextWorkerConfig
 from benchmarks.gradient_steps import global_tensor, gradient_contender
+from benchmarks.laboratory.virtual_device import VirtualDevice
 from benchmarks.worker import Contender, share_process_groups
 from benchmarks.workloads import Workload
 from gpt4d.parallel.layout import spec_of
 from gpt4d.step import mask_replicas
-from gpt4d.testing.virtual_device import VirtualDevice
 
 
 class SharedSequences(Training):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks.gradient_steps import global_tensor, gradient_contender
+from benchmarks.laboratory.virtual_device import VirtualDevice
 from benchmarks.moe_steps import MoeWork, MoeWorkerConfig, token_tensors
 from benchmarks.settings import parse_grid
 from benchmarks.worker import Contender, share_process_groups
@@ -22,7 +23,6 @@ from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layers.routing import ExpertWeightsFunction, LogitsFunction, RouterSpec, Routing, Scoring
 from gpt4d.parallel.layout import spec_of
 from gpt4d.parallel.sharded_weights import ShardedWeights
-from gpt4d.testing.virtual_device import VirtualDevice
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.adapters.gpt4d import Training
+from benchmarks.laboratory.virtual_device import VirtualDevice
 from benchmarks.settings import WorkerConfig
 from benchmarks.worker import Contender, share_process_groups
 from benchmarks.workloads import OPTIM, Workload, gpt_workload
@@ -17,7 +18,6 @@ from gpt4d.optim.muon import SCALES, Muon, orthogonalized
 from gpt4d.parallel.comm.collectives import Axis
 from gpt4d.parallel.comm.pending import Pending
 from gpt4d.parallel.grid import Grid
-from gpt4d.testing.virtual_device import VirtualDevice
 
 VARIANTS = "adamw", "muon", "duplicated"
 

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from benchmarks.laboratory.virtual_device import VirtualDevice
 from benchmarks.worker import Contender, share_process_groups
 from benchmarks.workloads import END, LAST, OPTIM, StagesConfig
 from gpt4d.parallel.grid import Grid
@@ -22,7 +23,6 @@ from gpt4d.parallel.pipeline.stage_links import Arrival, Exchange
 from gpt4d.parallel.pipeline.stage_program import StageTransfer
 from gpt4d.runtime.consensus import all_gather_json
 from gpt4d.step import TrainStep, build_stage, connect_stages
-from gpt4d.testing.virtual_device import VirtualDevice
 
 
 class LinkGroups:

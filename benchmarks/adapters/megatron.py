@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks.adapters.torch_gpt import adamw, torch_state_dict
+from benchmarks.laboratory.virtual_device import VirtualDevice
 from benchmarks.settings import WorkerConfig, parse_sizes
 from benchmarks.worker import Contender, repeat_step, share_process_groups
 from benchmarks.workloads import (
@@ -29,7 +30,6 @@ from benchmarks.workloads import (
     with_states,
 )
 from gpt4d.model.gpt2.config import GPT2Config
-from gpt4d.testing.virtual_device import VirtualDevice
 
 # name: (tensor-parallel size, gradient reductions overlap with the backward)
 SETTINGS = {

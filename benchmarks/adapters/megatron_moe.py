@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 from benchmarks.adapters.megatron import MegatronGroups, without_cuda
 from benchmarks.gradient_steps import global_tensor, gradient_contender
+from benchmarks.laboratory.virtual_device import VirtualDevice
 from benchmarks.moe_steps import MoeConfig, MoeWork, MoeWorkerConfig, token_tensors
 from benchmarks.worker import Contender, share_process_groups
-from gpt4d.testing.virtual_device import VirtualDevice
 
 _TENSOR_SIZES = 1, 2  # tensor-parallel sizes, which also split each expert
 

@@ -19,11 +19,11 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from benchmarks.adapters.library_models import library_model
 from benchmarks.adapters.torch_gpt import TorchGPT, adamw, build_torch_gpt
 from benchmarks.adapters.torch_stages import stages  # noqa: F401 – a function of this adapter
+from benchmarks.laboratory.virtual_device import VirtualDevice
 from benchmarks.settings import WorkerConfig
 from benchmarks.worker import Contender, repeat_step, share_process_groups
 from benchmarks.workloads import OPTIM, UNET, OneDeviceConfig, gpt_workload, initial_weights, our_stage, with_states
 from gpt4d.parallel.grid import Grid
-from gpt4d.testing.virtual_device import VirtualDevice
 
 _UNET_LAYERS = ("ResnetBlock2D", "Attention", "Downsample2D", "Upsample2D")
 

@@ -10,9 +10,9 @@ from benchmarks.adapters.torch import TorchTraining
 from benchmarks.adapters.torch_llama import Attention, build_torch_llama
 from benchmarks.context_steps import ContextWorkerConfig
 from benchmarks.gradient_steps import gradient_contender
+from benchmarks.laboratory.virtual_device import VirtualDevice
 from benchmarks.worker import Contender, share_process_groups
 from benchmarks.workloads import Workload, initial_weights
-from gpt4d.testing.virtual_device import VirtualDevice
 
 
 class SharedSequences(TorchTraining):

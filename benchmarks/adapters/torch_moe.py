@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.gradient_steps import global_tensor, gradient_contender
+from benchmarks.laboratory.virtual_device import VirtualDevice
 from benchmarks.moe_steps import MoeWork, MoeWorkerConfig, token_tensors
 from benchmarks.worker import Contender, share_process_groups
-from gpt4d.testing.virtual_device import VirtualDevice
 
 
 class AllToAll(torch.autograd.Function):

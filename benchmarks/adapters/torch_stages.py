@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_
 
 from benchmarks.adapters.torch_gpt import TorchGPT, adamw, build_torch_gpt
+from benchmarks.laboratory.virtual_device import VirtualDevice
 from benchmarks.worker import Contender, share_process_groups
 from benchmarks.workloads import OPTIM, StagesConfig, initial_weights
 from gpt4d.model.parts import Part
-from gpt4d.testing.virtual_device import VirtualDevice
 
 SCHEDULES = {
     "Schedule1F1B": "1f1b",

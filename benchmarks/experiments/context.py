@@ -30,12 +30,12 @@ from benchmarks.context_steps import ContextConfig, context_grids, worker_argume
 from benchmarks.driver import measure, measure_parts, print_rows
 from benchmarks.gradient_steps import compared_gradients
 from benchmarks.interleave import WorkerSpec, interleave
+from benchmarks.laboratory.virtual_device import VirtualDevice
 from benchmarks.settings import parse_grid, plain_rates
 from gpt4d.config import Config, ConfigError, ParallelConfig, PipelineConfig, TrainConfig, divisors
 from gpt4d.parallel.comm.collectives import Axis
 from gpt4d.parallel.layers.context_attention import Block, GatheredKeys, block_attention
 from gpt4d.planner.estimate import Estimate
-from gpt4d.testing.virtual_device import VirtualDevice
 
 PACKAGES = ("torch",)
 _EXCHANGES = ("all_gather", "ring")  # of parallel.context_exchange

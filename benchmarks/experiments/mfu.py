@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from gpt4d.config import Config, GridSizes, compose
+from gpt4d.data.completion import complete
 from gpt4d.model import registry
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import whole_model
@@ -72,7 +73,7 @@ class Settings:
 
 def device_row(case: Case, variant: str, cluster: str) -> dict[str, Any]:
     """Return the planner's prediction of a step."""
-    config = compose([*case.overrides, *VARIANTS[variant], f"cluster={cluster}"])
+    config = complete(compose([*case.overrides, *VARIANTS[variant], f"cluster={cluster}"]))
     description = registry.describe_run(config)
     plan = Estimate(config, case.sizes, description).plan(config.train.batch_size)
     waits = sum(used["exposed_s"] for used in plan.comm.values())
@@ -84,7 +85,7 @@ def device_row(case: Case, variant: str, cluster: str) -> dict[str, Any]:
 def host_s(case: Case) -> float:
     """Return the seconds of a step with the layers of ``case`` and tiny tensors, and of its collectives."""
     overrides = [*case.overrides, *case.tiny, "train.batch_size=2", "train.precision=fp32", "train.compile=false"]
-    config = compose(overrides)
+    config = complete(compose(overrides))
     step, batch = build(validate(config, 1).config)
     least = float("inf")
     for _ in range(_REPEATS):

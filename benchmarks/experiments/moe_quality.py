@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.training import train_together, validations
 from gpt4d.config import compose
-from gpt4d.data import tokenizers  # noqa: F401 – registers the sizes of tokenizers for compose
+from gpt4d.data.completion import complete
 from gpt4d.model import registry
 
 PACKAGES = ("torch",)
@@ -58,7 +58,7 @@ def run(settings: Settings) -> Iterator[dict]:
 
 def sizes(name: str) -> dict:
     """Return the settings of a model, and the number of its parameters and of those that a token uses."""
-    description = registry.describe(compose(MODELS[name]).model)
+    description = registry.describe(complete(compose(MODELS[name])).model)
     total, active = description.num_parameters, description.active_parameters
     print(f"{name}: {total:,} parameters, {active:,} active", flush=True)
     return {"overrides": MODELS[name], "parameters": total, "active_parameters": active}

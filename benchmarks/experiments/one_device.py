@@ -23,11 +23,11 @@ from benchmarks.adapters import gpt4d, megatron
 from benchmarks.adapters import torch as torch_adapter
 from benchmarks.cluster import LocalHost
 from benchmarks.interleave import WorkerSpec, interleave
+from benchmarks.laboratory.memory import allocated_peak
 from benchmarks.settings import arguments_of, parse_sizes
 from benchmarks.worker import Contender, Step, share_process_groups
 from benchmarks.workloads import OneDeviceConfig
 from gpt4d.config import ConfigError
-from gpt4d.testing.memory import allocated_peak
 
 PACKAGES = ("torch", "transformers", "megatron-core")
 _ONE_RANK = {"ours": "torch", "torch": "torch", "transformers": "transformers"}  # trainers and their packages

@@ -4,8 +4,8 @@
         [out=benchmarks/results/operations]
 
 Other arguments are overrides, as for train.py, of a text model on one device, with the rates ``cluster.matmul_tflops``
-and ``cluster.memory_gb_s`` (``gpt4d.testing.kernel_counter``). Prints seconds by kind of operation, eager and with
-``train.compile``, where a compiled function reads its arguments and writes its results once, and the planner's
+and ``cluster.memory_gb_s`` (``benchmarks.laboratory.kernel_counter``). Prints seconds by kind of operation, eager and
+with ``train.compile``, where a compiled function reads its arguments and writes its results once, and the planner's
 estimate.
 """
 
@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from benchmarks.laboratory.kernel_counter import count
 from gpt4d.config import Config, ConfigError, GridSizes, compose
+from gpt4d.data.completion import complete
 from gpt4d.model import registry
 from gpt4d.planner.estimate import Estimate
-from gpt4d.testing.kernel_counter import count
 from gpt4d.validation import validate
 
 PACKAGES = ("torch",)
@@ -31,7 +32,7 @@ def read_settings(arguments: list[str]) -> Settings:
     """Return the composed configuration and ``out``. Raises ConfigError unless the model is a text model."""
     overrides = [argument for argument in arguments if not argument.startswith("out=")]
     out = next((argument.removeprefix("out=") for argument in arguments if argument not in overrides), None)
-    config = validate(compose(["train.precision=bf16", "train.compile=false", *overrides]), 1).config
+    config = validate(complete(compose(["train.precision=bf16", "train.compile=false", *overrides])), 1).config
     if registry.of(config.model).task != "language_modeling":
         raise ConfigError(f"model={config.model.name}: only steps of text models are counted; use model=gpt_1b3, say")
     return Settings(config, out)

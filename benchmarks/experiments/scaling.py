@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpt4d.config import Config, GridSizes, compose
+from gpt4d.data.completion import complete
 from gpt4d.model import registry
 from gpt4d.planner.estimate import Estimate, Plan
 from gpt4d.planner.search import rank
@@ -38,7 +39,7 @@ def configuration(model: str, cluster: str) -> Config:
     """Return the configuration of an experiment, without a grid."""
     checkpointing = "full" if model.startswith("gpt") else "none"
     overrides = [f"model={model}", f"cluster={cluster}", f"train.batch_size={_BATCH}", "parallel.pipeline.stages=1"]
-    return compose([*overrides, f"train.activation_checkpointing={checkpointing}"])
+    return complete(compose([*overrides, f"train.activation_checkpointing={checkpointing}"]))
 
 
 def best_plan(config: Config, devices: int) -> Plan:

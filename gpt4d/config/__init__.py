@@ -36,6 +36,7 @@ from gpt4d.config.data_checks import (
     is_megatron,
     is_remote,
     matching_files,
+    newest_file,
     patterns,
     tokenizer_file,
     written_source,
@@ -102,4 +103,3 @@ from gpt4d.config.values import (
     shortened,
     value_of,
 )
-from gpt4d.config.vocabulary import register_tokenizer_size, tokenizer_size

@@ -7,7 +7,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
-from gpt4d.config import machine, vocabulary
+from gpt4d.config import machine
 from gpt4d.config.fields import ConfigError, check_limits
 from gpt4d.config.keys import known_keys, model_schemas, unknown_key
 from gpt4d.config.length import with_steps
@@ -19,7 +19,11 @@ CONFIG_DIR = (Path(__file__).parent / "files").resolve()  # a link to configs/ i
 
 
 def compose(overrides: list[str] | None = None) -> Config:
-    """Return ``configs/train.yaml`` with ``overrides`` in Hydra's grammar. Raises ConfigError for invalid overrides."""
+    """Return ``configs/train.yaml`` with ``overrides`` in Hydra's grammar. Raises ConfigError for invalid overrides.
+
+    It follows from configs, overrides and environment alone. ``gpt4d.data.completion`` adds the values that follow from
+    other files.
+    """
     import hydra
 
     if not CONFIG_DIR.is_dir():
@@ -184,7 +188,6 @@ def _register_schema() -> None:
     store.store(name="schema", node=Config)
     store.store(group="optim", name="adamw", node=OptimConfig)  # overrides the values in the model's file
     machine.register_resolver()
-    vocabulary.register_resolver()
     OmegaConf.register_new_resolver("sequences", _sequences, replace=True)
 
 

@@ -31,6 +31,7 @@ from gpt4d.config import (
     unused_keys,
 )
 from gpt4d.data import parts
+from gpt4d.data.completion import complete
 from gpt4d.data.directory import in_cache, write_once
 from gpt4d.data.megatron import MegatronFiles, megatron_files
 from gpt4d.data.preparation import PROGRESS, Preparation, identity_of
@@ -180,7 +181,7 @@ def main(arguments: list[str]) -> None:
     for word in overrides:
         if not word.startswith("--") and word.partition("=")[0].partition(".")[0] not in ("data", "model"):
             raise ConfigError(f"{word}: a preparation reads settings of data alone; leave it out")
-    composed = compose(overrides)
+    composed = complete(compose(overrides))
     config = composed.data
     if config.source in _PREPARED:
         raise ConfigError(f"data.source={config.source}: these are token files already; choose a source of text")

@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from gpt4d.config import ConfigError, DataConfig, register_tokenizer_size, tokenizer_file
+from gpt4d.config import ConfigError, DataConfig, tokenizer_file
 from gpt4d.data import hub
 from gpt4d.data.splitting import PIECE_CHARACTERS, split_text, split_words
 from gpt4d.runtime.errors import one_line
@@ -69,12 +69,9 @@ def special_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
     return found
 
 
-def _size(name: str) -> int:
+def size(name: str) -> int:
     """Return the number of token ids of the tokenizer ``data.tokenizer=name``. Raises ConfigError as ``load`` does."""
     return vocabulary(Tokenizer.from_buffer(load("data.tokenizer", name)[FILE]))
-
-
-register_tokenizer_size(_size)
 
 
 def of_checkpoint(files: Mapping[str, bytes], checkpoint: object) -> Tokenizer:

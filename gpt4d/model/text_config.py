@@ -9,14 +9,12 @@ from gpt4d.config import COUNT, SIZE, Config, ConfigError, GridSizes, ModelConfi
 from gpt4d.parallel.layers.embedding import TokenEmbeddingSpec
 from gpt4d.parallel.layers.linear import LinearSpec
 
-_TOKENIZER_SIZE: Any = "${tokenizer_size:}"  # an interpolation, which gpt4d.config.vocabulary resolves
-
 
 class TextConfig(Protocol):
     """Settings of every text model. ``tied``: the head multiplies by the token embedding."""
 
     hidden: int
-    vocab_size: int
+    vocab_size: int | None
     max_positions: int
 
     @property
@@ -46,11 +44,12 @@ class PaddedVocabulary:
     Checkpoints do not contain it, because it depends on the grids, and the loss excludes it.
     """
 
-    vocab_size: int
+    vocab_size: int | None
     vocab_multiple: int
 
     @property
     def padded_vocab_size(self) -> int:
+        assert self.vocab_size, "gpt4d.data.completion has not completed the settings"
         return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
 
     def on_grids(self, grids: Iterable[GridSizes]) -> Any:
@@ -66,7 +65,7 @@ class TransformerConfig(PaddedVocabulary, ModelConfig):
     layers: int = setting(4, "number of blocks", **COUNT)
     hidden: int = setting(128, "features of the residual stream", **SIZE)
     heads: int = setting(4, "attention heads of a block", **SIZE)
-    vocab_size: int = setting(_TOKENIZER_SIZE, "number of token ids; by default the size of the tokenizer", **SIZE)
+    vocab_size: int | None = setting(None, "number of token ids; null: the size of the tokenizer", **SIZE)
     vocab_multiple: int = setting(128, "a divisor of the padded vocabulary, as is each stage's gx·gz", **SIZE)
     max_positions: int = setting(256, "maximum length of a sequence", **SIZE)
     norm_epsilon: float = setting(1e-5, "addend of the variance in norms", at_least=0, at_most=1)

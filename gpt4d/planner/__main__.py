@@ -36,7 +36,7 @@ from gpt4d.config import (
     from_arguments,
     known_keys,
 )
-from gpt4d.data import tokenizers  # noqa: F401 – registers the sizes of tokenizers for compose
+from gpt4d.data.completion import complete
 from gpt4d.model import registry
 from gpt4d.planner import atp, tables
 from gpt4d.planner.capacity import check_machine, fewest_devices
@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> None:
     overrides = [argument for argument in arguments if not argument.startswith(own)]
     if query.tokens is not None:
         overrides.append(f"train.tokens={query.tokens:.15g}")
-    config = compose(overrides)
+    config = complete(compose(overrides))
     _check(query, config)
     if query.format == "table" and not any(word.startswith(("cluster=", "cluster.")) for word in overrides):
         print(f"cluster is not set: planned for {_machine(config)}; another one is cluster=dgx_h100, for example\n")

@@ -250,7 +250,7 @@ def _training_step(config: Config, device: torch.device) -> Callable[[], object]
     """Return a function that trains a GPT-2 for one step on a grid of this device alone."""
     assert isinstance(config.model, GPT2Config)
     stage = build_stage(config, Grid.single_device(), device)
-    ids = torch.randint(config.model.vocab_size, (config.train.batch_size, config.train.seq_len), device=device)
+    ids = torch.randint(config.model.padded_vocab_size, (config.train.batch_size, config.train.seq_len), device=device)
     sample_ids = torch.arange(len(ids), device=device)
     step = TrainStep(stage, whole_model(lambda module, batch: cast(Any, module).loss_sum(*batch)), config.optim)
     return lambda: step([(ids, ids, sample_ids)], 1, ids.numel(), config.optim.lr)

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.interleave import WorkerSpec, interleave
+from benchmarks.laboratory.virtual_device import VirtualDevice
 from benchmarks.worker import Contender, serve, share_process_groups
-from gpt4d.testing.virtual_device import VirtualDevice
 
 # A worker without a framework: it logs each run to a file and answers like a real one.
 WORKER = """

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from benchmarks.adapters import gpt4d_moe, torch_moe
 from benchmarks.experiments import moe
 from benchmarks.gradient_steps import largest_difference
+from benchmarks.laboratory.virtual_device import VirtualDevice
 from benchmarks.moe_steps import MoeConfig
 from gpt4d.config import ConfigError
 from gpt4d.parallel.comm.collectives import Axis
 from gpt4d.parallel.layers import experts
-from gpt4d.testing.virtual_device import VirtualDevice
 
 CONFIG = MoeConfig(layers=2, hidden=16, inner=24, experts=8, tokens=32)
 

@@ -6,12 +6,12 @@ import pytest
 
 from benchmarks.experiments.moe_quality import MODELS, sizes, summary
 from benchmarks.training import train_together, validations
-from gpt4d.config import compose
 from gpt4d.model.moe.model import active_llama
+from tests.support.settings import configured
 
 
 def test_the_dense_model_is_the_llama_of_the_experts_that_a_token_uses():
-    mixture, dense = (compose(MODELS[name]) for name in ("mixture", "dense"))
+    mixture, dense = (configured(MODELS[name]) for name in ("mixture", "dense"))
     assert replace(active_llama(mixture.model), name=dense.model.name) == dense.model
     assert (dense.train, dense.data, dense.optim) == (mixture.train, mixture.data, mixture.optim)
 

@@ -6,17 +6,18 @@ from unittest.mock import patch
 import pytest
 
 from benchmarks.experiments.operations import planned, read_settings
-from gpt4d.config import ConfigError, compose
+from benchmarks.laboratory.kernel_counter import count
+from gpt4d.config import ConfigError
 from gpt4d.parallel.layers import loss, loss_kernels
 from gpt4d.parallel.symbolic.tensor import SymbolicTensor
-from gpt4d.testing.kernel_counter import count
 from tests.parallel.counting_device import CountingDevice
+from tests.support.settings import configured
 
 SETTINGS = ["model.layers=2", "train.batch_size=4", "train.precision=bf16", "train.compile=false"]
 
 
 def test_products_have_six_flops_for_each_weight_and_token():
-    config = compose([*SETTINGS, "model=gpt_125m", "cluster.memory_gb_s=1e9", "cluster.matmul_tflops=1"])
+    config = configured([*SETTINGS, "model=gpt_125m", "cluster.memory_gb_s=1e9", "cluster.matmul_tflops=1"])
     counter = count(config, compiled=False)
     weights = 2 * 12 * 768 * 768 + config.model.padded_vocab_size * 768
     assert counter.seconds["products"] * 1e12 == pytest.approx(6 * weights * 4 * 1024)
@@ -24,7 +25,7 @@ def test_products_have_six_flops_for_each_weight_and_token():
 
 
 def test_compiled_functions_read_their_arguments_and_write_their_results_once():
-    config = compose([*SETTINGS, "model=llama_160m", "cluster.memory_gb_s=1"])
+    config = configured([*SETTINGS, "model=llama_160m", "cluster.memory_gb_s=1"])
     eager, compiled = count(config, compiled=False), count(config, compiled=True)
     # SwiGLU reads gate and up and writes one tensor; its backward reads three and writes two. All are bf16.
     elements = 4 * config.train.seq_len * config.model.inner
@@ -36,7 +37,7 @@ def test_compiled_functions_read_their_arguments_and_write_their_results_once():
 
 @pytest.mark.parametrize(("compiled", "blocks"), [(True, 1), (False, 7)], ids=["compiled", "eager"])
 def test_a_gpu_computes_the_loss_of_gpt_125m_in_one_block_compiled_and_in_few_blocks_eager(compiled, blocks):
-    config = compose([*SETTINGS, "model=gpt_125m", "train.batch_size=32"])
+    config = configured([*SETTINGS, "model=gpt_125m", "train.batch_size=32"])
     for name, kernel in (("_sum_of_exponentials", loss.sums_of_exponentials), ("_write_softmax", loss.softmax_)):
         with patch.object(loss_kernels, name, wraps=getattr(loss_kernels, name)) as calls:
             count(config, compiled)
@@ -50,7 +51,7 @@ def test_a_gpu_computes_the_loss_of_gpt_125m_in_one_block_compiled_and_in_few_bl
 @pytest.mark.parametrize("recomputed", ["none", "selective", "full"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_planner_expects_the_time_of_the_operations(model, recomputed, compiled):
-    config = compose(
+    config = configured(
         [
             *SETTINGS,
             f"model={model}",
@@ -64,7 +65,7 @@ def test_the_planner_expects_the_time_of_the_operations(model, recomputed, compi
 
 @pytest.mark.parametrize("settings", [["model=gpt_1b3"], ["model=llama_1b", "train.loss_chunks=4"]], ids=str)
 def test_further_microbatches_add_to_gradients_by_the_products_themselves(settings):
-    config = compose([*SETTINGS, *settings, "train.seq_len=1024", "cluster=dgx_h200", "train.micro_batch_size=1"])
+    config = configured([*SETTINGS, *settings, "train.seq_len=1024", "cluster=dgx_h200", "train.micro_batch_size=1"])
     counter = count(config, compiled=False)
     assert planned(config, compiled=False) == pytest.approx(counter.seconds.total(), rel=0.01)
     whole = count(replace(config, train=replace(config.train, micro_batch_size=4)), compiled=False)

@@ -4,9 +4,9 @@ import torch
 from benchmarks.adapters.gpt4d import Training
 from benchmarks.adapters.torch import TorchTraining
 from benchmarks.adapters.torch_gpt import build_torch_gpt
+from benchmarks.laboratory.virtual_device import VirtualDevice
 from benchmarks.workloads import Workload, initial_weights, sequences
 from gpt4d.model.gpt2.config import GPT2Config
-from gpt4d.testing.virtual_device import VirtualDevice
 
 CONFIG = GPT2Config("small", layers=2, hidden=16, heads=4, vocab_size=24, vocab_multiple=8, max_positions=8)
 WORK = Workload(CONFIG, batch=4, steps=1)

@@ -10,7 +10,7 @@ from gpt4d.checkpoint.saving import Saver
 from gpt4d.config import CheckpointConfig, GridSizes, OptimConfig
 from gpt4d.optim.optimizer import Optimizer
 from gpt4d.parallel.gradient_reducer import GradientReducer
-from tests.grids import TINY_MODEL, build_model
+from tests.support.grids import TINY_MODEL, build_model
 
 MODEL = replace(TINY_MODEL, layers=1, heads=12, vocab_size=37, vocab_multiple=1)
 STATES = {"exp_avg": 2.0, "exp_avg_sq": 3.0}  # factors that give each state distinct values

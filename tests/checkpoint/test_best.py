@@ -15,8 +15,8 @@ from gpt4d.checkpoint.checkpoint_dir import META, Checkpoint, Meta
 from gpt4d.config import ConfigError
 from gpt4d.validation import validate
 from tests.checkpoint import meta
-from tests.grids import metric_lines, train_in_rank
-from tests.rank_pool import RankFailure
+from tests.support.grids import metric_lines, train_in_rank
+from tests.support.rank_pool import RankFailure
 
 LOSSES = [3.0, 2.0, 2.5, None, 2.7, 1.9, 2.0, 1.9]
 BEST = [1, 2, 2, 2, 2, 6, 6, 6]

@@ -10,11 +10,12 @@ import pytest
 
 from gpt4d.checkpoint import checkpoint_dir
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint, Damaged
-from gpt4d.config import ConfigError, compose
+from gpt4d.config import ConfigError
 from gpt4d.model import registry
 from gpt4d.model.gpt2.config import GPT2Config
 from tests.checkpoint import meta, save_steps
-from tests.grids import train_in_rank
+from tests.support.grids import train_in_rank
+from tests.support.settings import configured
 
 
 def candidate_names(resume, run_dir):
@@ -105,7 +106,7 @@ def test_first_readable_checkpoint_decides_whether_the_run_fits(tmp_path):
             replace(meta(step, GPT2Config(vocab_size=4096)), settings=settings).to_json()
         )
     (tmp_path / "checkpoints" / checkpoint_dir.name(6)).mkdir()  # without a meta.json: damaged
-    config = compose(["model=gpt_tiny", f"run.dir={tmp_path}", "optim.lr=0.5", "train.seed=3"])
+    config = configured(["model=gpt_tiny", f"run.dir={tmp_path}", "optim.lr=0.5", "train.seed=3"])
     assert checkpoint_dir.check_run(config) == {}
     config.optim.lr = 0.25
     with pytest.raises(ConfigError, match=r"optim\.lr=0\.25: .*step_00000005 has 0\.5; restore the old value, set"):

@@ -14,7 +14,7 @@ from gpt4d.checkpoint import checkpoint_dir, lifecycle, storage
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import GridSizes
 from tests.checkpoint import save_state
-from tests.grids import metric_lines, train_in_rank
+from tests.support.grids import metric_lines, train_in_rank
 
 RANKS = 2
 

@@ -17,8 +17,8 @@ from gpt4d.checkpoint.checkpoint_dir import Checkpoint, Damaged
 from gpt4d.config import ConfigError, GridSizes
 from gpt4d.files import FileEntry, write_file
 from tests.checkpoint import save_state
-from tests.grids import metric_lines, train_in_rank
-from tests.rank_pool import RankFailure
+from tests.support.grids import metric_lines, train_in_rank
+from tests.support.rank_pool import RankFailure
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,10 @@ from gpt4d import starts
 from gpt4d.checkpoint import exporter, finetuning, storage
 from gpt4d.checkpoint.__main__ import main
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
-from gpt4d.config import ConfigError, GridSizes, compose
+from gpt4d.config import ConfigError, GridSizes
 from tests.data import batch
-from tests.grids import build_model, fill_from_hf, metric_lines, on_grid, to_hf, train_in_rank
+from tests.support.grids import build_model, fill_from_hf, metric_lines, on_grid, to_hf, train_in_rank
+from tests.support.settings import configured
 
 GPT = ("model=gpt_tiny",)
 LLAMA = ("model=llama_tiny", "model.key_value_heads=2", "model.head_size=8", "model.inner=40", "model.qk_norm=true")
@@ -40,7 +41,7 @@ def trained(ranks, corpus, directory, *model):
         "train.batch_size=8", "logging.sample_tokens=0", f"data.cache_dir={directory / 'cache'}", "parallel.gx=2",
         f"run.dir={directory / 'run'}",
     ]  # fmt: skip
-    config = compose(overrides)
+    config = configured(overrides)
     ranks.run(4, train_in_rank, config)
     return config
 
@@ -164,7 +165,7 @@ def test_import_of_an_export_has_equal_weights_and_can_be_trained(ranks, any_run
     overrides = [w for w in re.findall(r"\S+=\S+", command) if not w.startswith("data.path")]
     overrides += [f"data.path={any_run.data.path}", "train.steps=2", "train.batch_size=8", "logging.every=1"]
     overrides += ["logging.sample_tokens=0", f"data.cache_dir={tmp_path / 'cache'}", *on_grid(GridSizes(1, 2, 2))]
-    config = compose(overrides)
+    config = configured(overrides)
     ranks.run(4, train_in_rank, config)
     first = metric_lines(config.run.dir)[0]
     assert first["step"] == 1 and config.run.dir == f"{imported}-finetuned"

@@ -12,7 +12,7 @@ from gpt4d import generate
 from gpt4d.checkpoint import checkpoint_dir, exporter, importer
 from gpt4d.checkpoint.__main__ import main
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
-from gpt4d.config import ConfigError, compose, tokenizer_file
+from gpt4d.config import ConfigError, tokenizer_file
 from gpt4d.files import write_file
 from gpt4d.model import registry
 from gpt4d.model.gemma3.config import Gemma3Config
@@ -20,6 +20,7 @@ from gpt4d.model.llama import hugging_face as hf
 from gpt4d.model.llama.config import LlamaConfig
 from gpt4d.model.moe.config import MoeConfig
 from gpt4d.model.olmo2.config import Olmo2Config
+from tests.support.settings import configured
 
 MODEL = LlamaConfig(
     name="source",
@@ -142,7 +143,7 @@ def test_an_import_with_a_chat_template_prints_a_command_for_text_and_one_for_co
     save(source, replace(MODEL, norm_epsilon=9.999999747378752e-06))
     main(["import", f"source={source}", f"out={run}"])
     text, chat = (line for line in capsys.readouterr().out.splitlines() if line.startswith("python"))
-    words = [compose([w for w in command.split() if "=" in w and "data.path" not in w]) for command in (text, chat)]
+    words = [configured([w for w in command.split() if "=" in w and "data.path" not in w]) for command in (text, chat)]
     for config, kind, epochs in zip(words, ("text", "chat"), (None, 3), strict=True):
         assert (config.data.source, config.train.epochs, config.optim.lr) == (kind, epochs, 2e-5)
         assert config.model.norm_epsilon == 9.999999747378752e-06
@@ -158,7 +159,7 @@ def test_an_import_with_all_default_sizes_of_its_family_prints_a_command_with_si
     main(["import", f"source={source}", f"out={tmp_path / 'run'}", "tokenizer=none"])
     command = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("python"))
     words = [word for word in command.split() if "=" in word and "data.path" not in word]
-    assert replace(compose(words).model, name="") == LlamaConfig(name="", vocab_size=4096)
+    assert replace(configured(words).model, name="") == LlamaConfig(name="", vocab_size=4096)
 
 
 def test_a_tokenizer_is_optional_and_can_come_from_elsewhere(tmp_path):

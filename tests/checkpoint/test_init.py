@@ -10,8 +10,8 @@ from gpt4d import generate, starts
 from gpt4d.checkpoint import checkpoint_dir
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import ConfigError
-from tests.grids import metric_lines, train_in_rank
-from tests.rank_pool import RankFailure
+from tests.support.grids import metric_lines, train_in_rank
+from tests.support.rank_pool import RankFailure
 
 
 @pytest.fixture

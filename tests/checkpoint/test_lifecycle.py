@@ -12,7 +12,7 @@ import pytest
 
 from gpt4d.config import GridSizes
 from tests.checkpoint import save_state, save_steps
-from tests.rank_pool import RankFailure
+from tests.support.rank_pool import RankFailure
 
 
 def test_newest_checkpoints_and_milestones_are_kept(ranks, tmp_path):

@@ -13,7 +13,7 @@ from gpt4d.data.prepare import corpus as prepared
 from gpt4d.model import registry
 from tests.checkpoint.test_crashes import RANKS, run_until_killed
 from tests.checkpoint.test_exporter_llama import MIXTRAL, OLMOE, QWEN3_MOE, save
-from tests.grids import full, metric_lines, train_in_rank
+from tests.support.grids import full, metric_lines, train_in_rank
 from tests.task.test_validation_sets import documents_of, expected_metrics, validations
 
 MOE = (

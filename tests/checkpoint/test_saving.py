@@ -16,8 +16,8 @@ from gpt4d.config import CheckpointConfig, ConfigError, GridSizes
 from gpt4d.trainer import Trainer
 from gpt4d.validation import validate
 from tests.checkpoint import DOCUMENTS, MODEL, build, meta, save_state
-from tests.grids import build_model, train_in_rank
-from tests.rank_pool import RankFailure
+from tests.support.grids import build_model, train_in_rank
+from tests.support.rank_pool import RankFailure
 
 GRID = GridSizes(1, 1, 2)
 

@@ -14,8 +14,8 @@ from gpt4d.config import CheckpointConfig, ConfigError, GridSizes
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layout import Layout, ParameterSpec
 from tests.checkpoint import DOCUMENTS, MODEL, STATES, build, meta, save_state
-from tests.grids import build_model, global_tensor, grid_name
-from tests.rank_pool import RankFailure
+from tests.support.grids import build_model, global_tensor, grid_name
+from tests.support.rank_pool import RankFailure
 
 
 def expected_tensors():

@@ -15,8 +15,8 @@ from gpt4d.task.language import LanguageModeling
 from gpt4d.task.source_losses import SourceLosses
 from gpt4d.validation import validate
 from tests.data.test_megatron import write
-from tests.grids import full, metric_lines, train_in_rank
-from tests.rank_pool import RankFailure
+from tests.support.grids import full, metric_lines, train_in_rank
+from tests.support.rank_pool import RankFailure
 
 SETTINGS = [
     "train.steps=10", "train.batch_size=8", "optim.warmup_steps=2", "optim.schedule_steps=10", "checkpoint.every=5",

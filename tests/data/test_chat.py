@@ -8,11 +8,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gpt4d.config import ConfigError, DataConfig, check_data, compose
+from gpt4d.config import ConfigError, DataConfig, check_data
 from gpt4d.data import encoding, preparation, prepare, tokenizers
 from gpt4d.data.chat_template import ChatEncoder
 from gpt4d.data.conversations import Conversation, parse
-from tests.chat import CONVERSATIONS, MARKED, TEMPLATE, assistant, conversations, user, write_lines, write_tokenizer
+from tests.support.chat import (
+    CONVERSATIONS,
+    MARKED,
+    TEMPLATE,
+    assistant,
+    conversations,
+    user,
+    write_lines,
+    write_tokenizer,
+)
+from tests.support.settings import configured
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +236,7 @@ def test_settings_of_conversations_are_checked_before_they_are_read(tmp_path):
         (["data.tokenizer=gpt2", "data.chat_template=none.jinja"], r"data\.chat_template=none\.jinja: no such file"),
     ):
         with pytest.raises(ConfigError, match=message):
-            check_data(compose(["data=chat", f"data.path={path}", *overrides]).data, "gpt_tiny")
+            check_data(configured(["data=chat", f"data.path={path}", *overrides]).data, "gpt_tiny")
 
 
 def test_a_blend_has_either_conversations_or_text(config, corpus, tmp_path):

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from gpt4d.config import ConfigError, DataConfig, check_data, compose, patterns
+from gpt4d.config import ConfigError, DataConfig, check_data, patterns
 from gpt4d.data import sources
 from gpt4d.data.documents import documents, files, identity, is_held_out, readers, size
 from tests.data import flip_bit
+from tests.support.settings import configured
 
 TEXTS = ["one\ntwo", "drei, vier – fünf", "六 " * 3 + "end"]
 
@@ -324,7 +325,7 @@ def test_documents_are_read_lazily(tmp_path):
 
 
 def test_a_list_of_globs_is_written_on_the_command_line():
-    config = compose(["data=files", "data.path=[a/*.txt, b/**/*.jsonl]"]).data
+    config = configured(["data=files", "data.path=[a/*.txt, b/**/*.jsonl]"]).data
     assert config.path == ["a/*.txt", "b/**/*.jsonl"]
 
 

@@ -17,8 +17,8 @@ from gpt4d.data.sampler import DocumentSequences, Sequences
 from gpt4d.data.sources import is_held_out
 from gpt4d.dry_run import report
 from gpt4d.validation import validate
-from tests.grids import metric_lines, train_in_rank
-from tests.rank_pool import RankFailure
+from tests.support.grids import metric_lines, train_in_rank
+from tests.support.rank_pool import RankFailure
 
 CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float64": 6, "float32": 7, "uint16": 8}
 END = 259

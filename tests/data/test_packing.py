@@ -11,7 +11,7 @@ from gpt4d.config import DataConfig
 from gpt4d.data import preparation, prepare
 from gpt4d.data.packing import IGNORED, PackedSequences, pack
 from gpt4d.data.sampler import Blend
-from tests.chat import conversations, write_lines, write_tokenizer
+from tests.support.chat import conversations, write_lines, write_tokenizer
 
 
 @settings(deadline=None)

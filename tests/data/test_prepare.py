@@ -20,8 +20,8 @@ from gpt4d.data import documents as texts
 from gpt4d.data.tokens import TokenFiles
 from gpt4d.validation import validate
 from tests.data import flip_bit, json_edit, small_corpus
-from tests.grids import train_in_rank
-from tests.rank_pool import RankFailure
+from tests.support.grids import train_in_rank
+from tests.support.rank_pool import RankFailure
 from tests.test_cli import ROOT
 
 

@@ -15,11 +15,12 @@ import pytest
 from pyarrow import parquet
 
 from gpt4d import dry_run
-from gpt4d.config import ConfigError, DataConfig, check_data, compose
+from gpt4d.config import ConfigError, DataConfig, check_data
 from gpt4d.data import corpus_files
 from gpt4d.data.documents import documents, identity, size
 from gpt4d.validation import validate
-from tests.grids import metric_lines, train_in_rank
+from tests.support.grids import metric_lines, train_in_rank
+from tests.support.settings import configured
 
 TEXTS = ["one", "zwei ü", "三 three"]
 
@@ -147,7 +148,7 @@ def test_files_that_cannot_be_listed_or_read_are_reported_in_one_line(memory, se
 
 def test_images_are_read_from_local_files_only():
     with pytest.raises(ConfigError, match=r"data\.path=s3://b/a\.png: images are read from local files; copy"):
-        validate(compose(["model=unet_tiny", "data=pictures", "data.path='s3://b/a.png'"]), 1)
+        validate(configured(["model=unet_tiny", "data=pictures", "data.path='s3://b/a.png'"]), 1)
 
 
 def test_a_run_prepares_and_trains_on_files_of_a_web_server(ranks, tiny, corpus, server, tmp_path):

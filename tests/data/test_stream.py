@@ -15,7 +15,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from gpt4d.config import ConfigError, DataConfig, compose
+from gpt4d.config import ConfigError, DataConfig
 from gpt4d.data import documents, prepare, stream
 from gpt4d.data.encoding import Encoding
 from gpt4d.data.sampler import Sequences
@@ -23,9 +23,10 @@ from gpt4d.data.stream import Stream
 from gpt4d.runtime.errors import RankError
 from gpt4d.validation import validate
 from tests.data import small_corpus
-from tests.grids import full, metric_lines, train_in_rank
-from tests.jobs import LaunchedJob
-from tests.rank_pool import RankFailure
+from tests.support.grids import full, metric_lines, train_in_rank
+from tests.support.jobs import LaunchedJob
+from tests.support.rank_pool import RankFailure
+from tests.support.settings import configured
 
 LENGTH, BLOCK = 16, 9
 
@@ -246,7 +247,7 @@ def test_a_row_that_cannot_be_read_ends_the_run_with_its_file_and_line(run, tmp_
 )
 def test_settings_that_a_stream_cannot_have_are_one_line(overrides, message):
     with pytest.raises(ConfigError) as raised:
-        validate(compose(["model.vocab_size=50257", STREAM, *overrides]), 1)
+        validate(configured(["model.vocab_size=50257", STREAM, *overrides]), 1)
     assert str(raised.value).startswith(message) and "\n" not in str(raised.value)
 
 

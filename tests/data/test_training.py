@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from gpt4d.data.documents import documents, is_held_out
 from gpt4d.validation import validate
-from tests.grids import train_in_rank
-from tests.rank_pool import RankFailure
+from tests.support.grids import train_in_rank
+from tests.support.rank_pool import RankFailure
 
 
 def in_rank(config):

@@ -11,8 +11,8 @@ from gpt4d.config import ConfigError
 from gpt4d.data import parts, prepare, verification
 from gpt4d.runtime.consensus import all_gather_json
 from tests.data import flip_bit, small_corpus
-from tests.grids import metric_lines, train_in_rank
-from tests.rank_pool import RankFailure
+from tests.support.grids import metric_lines, train_in_rank
+from tests.support.rank_pool import RankFailure
 
 
 @pytest.fixture

@@ -11,14 +11,18 @@ from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.checkpoint.exporter import export
 from gpt4d.config import ConfigError, compose
 from gpt4d.data import prepare
+from gpt4d.data.completion import completion
 from gpt4d.dry_run import report
 from gpt4d.planner import __main__ as planner
 from gpt4d.validation import validate
 from tests.data import small_corpus
 from tests.data.test_megatron import random_documents, write
-from tests.grids import train_in_rank
+from tests.support.grids import train_in_rank
+from tests.support.planted import VOCABULARY, plant_runs
+from tests.support.settings import configured
 
-DEFAULT = "model.vocab_size=${tokenizer_size:}"  # as the files of tiny models
+DEFAULT = "model.vocab_size=null"  # as the files of tiny models
+TINY = ("gpt_tiny", "llama_tiny", "olmo2_tiny", "gemma3_tiny")
 
 
 @pytest.fixture
@@ -43,19 +47,19 @@ def test_the_default_is_the_size_of_the_tokenizer_of_the_data(tokens, tmp_path):
         ["data=text", "data.path=tests/*.py", tokenizer],
         ["data=text", "data.path=tests/*.py", f"{tokenizer}/tokenizer.json", "data.stream=true"],
     ):
-        for model in ("gpt_tiny", "llama_tiny", "olmo2_tiny", "gemma3_tiny"):
-            config = compose([f"model={model}", *words])
+        for model in TINY:
+            config = configured([f"model={model}", *words])
             assert (config.model.vocab_size, config.data.tokenizer_vocab) == (size, size), (model, words)
-        assert compose(["model=gpt_125m", *words]).model.vocab_size == 50257
-        assert compose(["model=gpt_125m", *words, DEFAULT]).model.vocab_size == size
-        assert compose([*words, "model.vocab_size=999"]).model.vocab_size == 999
-    assert compose(["data.tokenizer=gpt2"]).model.vocab_size == 50257
+        assert configured(["model=gpt_125m", *words]).model.vocab_size == 50257
+        assert configured(["model=gpt_125m", *words, DEFAULT]).model.vocab_size == size
+        assert configured([*words, "model.vocab_size=999"]).model.vocab_size == 999
+    assert configured(["data.tokenizer=gpt2"]).model.vocab_size == 50257
 
 
 def test_a_tokenizer_that_the_run_trains_determines_the_vocabulary():
-    assert compose([]).model.vocab_size == compose([]).data.tokenizer_vocab == 8192
-    assert compose(["data.tokenizer_vocab=700"]).model.vocab_size == 700
-    config = compose(["model.vocab_size=700"])
+    assert configured([]).model.vocab_size == configured([]).data.tokenizer_vocab == 8192
+    assert configured(["data.tokenizer_vocab=700"]).model.vocab_size == 700
+    config = configured(["model.vocab_size=700"])
     assert (config.model.vocab_size, config.data.tokenizer_vocab) == (700, 700)
 
 
@@ -73,25 +77,26 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_one_line_before_a_process_gr
 def test_megatrons_files_without_a_tokenizer_need_a_size(tmp_path):
     words = ["data=megatron", f"data.path={write(tmp_path / 'a', random_documents())}"]
     with pytest.raises(ConfigError, match=r"^data\.tokenizer=null: Megatron's files have no tokenizer, .*vocab_size$"):
-        compose(words)
-    assert compose([*words, "model.vocab_size=300"]).model.vocab_size == 300
+        configured(words)
+    assert configured([*words, "model.vocab_size=300"]).model.vocab_size == 300
 
 
 def test_an_unusable_tokenizer_is_one_line():
     with pytest.raises(ConfigError, match=r"^data\.tokenizer=no/such: not a usable tokenizer \(.*hub name$"):
-        compose(["data.tokenizer=no/such"])
+        configured(["data.tokenizer=no/such"])
     with pytest.raises(ConfigError, match=r"^data\.tokenizer=no\.json: no such file; use gpt2"):
-        validate(compose(["data.tokenizer=no.json"]), 1)
+        validate(configured(["data.tokenizer=no.json"]), 1)
 
 
 def test_plans_contain_the_size_and_pad_it(tokens, capsys):
     directory, size = tokens
     data = ["data=tokens", f"data.path={directory}", "cluster=local"]
     for words, world in ((["parallel.gx=2", "parallel.gz=2"], 4), (["parallel.mode=auto"], 2)):
-        plan = validate(compose([*data, *words]), world)
+        plan = validate(configured([*data, *words]), world)
         assert plan.config.model.vocab_size == size
         assert plan.config.model.padded_vocab_size == -(-size // 128) * 128
-    dry = [report(validate(config, 1), config) for config in map(compose, (data, [*data, f"model.vocab_size={size}"]))]
+    configs = map(configured, (data, [*data, f"model.vocab_size={size}"]))
+    dry = [report(validate(config, 1), config, {}) for config in configs]
     assert dry[0] == dry[1]
     plans = []
     for model in ([], [f"model.vocab_size={size}"], ["model.vocab_size=8192"]):
@@ -117,3 +122,17 @@ def test_a_run_stores_the_size_and_later_starts_keep_it(ranks, tiny, tokens, tmp
     ):
         assert tiny(DEFAULT, *words).model.vocab_size == size
     assert tiny(DEFAULT, "checkpoint.resume=never").model.vocab_size == 300
+
+
+def test_a_composition_reads_no_file_that_a_run_left(tmp_path, monkeypatch, tokens):
+    directory, _ = tokens
+    before = {model: compose([f"model={model}"]) for model in TINY}
+    monkeypatch.chdir(plant_runs(tmp_path))
+    for model, pure in before.items():
+        assert compose([f"model={model}"]) == pure
+        config, origins = completion(pure)
+        assert (config.model.vocab_size, config.data.tokenizer_vocab) == (VOCABULARY, VOCABULARY)
+        assert origins == {"model.vocab_size": f"the checkpoint runs/{model}-sotu/checkpoints/step_00000600"}
+    assert completion(compose([f"data.tokenizer={directory}", "checkpoint.resume=never"])).origins == {
+        "model.vocab_size": "the tokenizer of data=sotu"
+    }

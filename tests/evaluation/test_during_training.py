@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
-from gpt4d.config import ConfigError, compose
+from gpt4d.config import ConfigError
 from gpt4d.data import transformers_tokenizer
 from gpt4d.evaluation import during_training, results
 from gpt4d.evaluation.shared_model import SharedModel
@@ -20,7 +20,8 @@ from gpt4d.task.task import InferenceConfig
 from gpt4d.trainer import Trainer
 from gpt4d.validation import validate
 from tests.evaluation.offline_tasks import write_tasks
-from tests.grids import full, metric_lines, train_in_rank
+from tests.support.grids import full, metric_lines, train_in_rank
+from tests.support.settings import configured
 
 DROPOUT = ("model.dropout=0.1", "model.attention_dropout=0.1", "train.deterministic=true")
 PLANS = [
@@ -99,7 +100,7 @@ def test_an_evaluation_restores_random_states_and_shows_no_bar(capsys):
 )
 def test_mistakes_are_found_before_a_run_starts(overrides, message):
     with pytest.raises(ConfigError, match=message):
-        validate(compose(overrides), 1)
+        validate(configured(overrides), 1)
 
 
 def error_of_a_run(config):

@@ -11,8 +11,8 @@ from gpt4d.config import ConfigError
 from gpt4d.data import tokenizers, transformers_tokenizer
 from tests.evaluation.offline_tasks import write_tasks
 from tests.evaluation.test_harness import TEXT, models
-from tests.grids import train_in_rank
-from tests.jobs import run_command
+from tests.support.grids import train_in_rank
+from tests.support.jobs import run_command
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from gpt4d.evaluation.tasks import Tasks
 from gpt4d.inference import files_of, inference_plan, load_stage
 from gpt4d.task.task import InferenceConfig
 from tests.evaluation.offline_tasks import write_tasks
-from tests.grids import full
+from tests.support.grids import full
 
 TEXT = "The union of the states is a government of laws, and the people of every state are its strength. "
 PAIRS = [

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
-from gpt4d.config import ConfigError, GridSizes, compose
+from gpt4d.config import ConfigError, GridSizes
 from gpt4d.data.images import image_files
 from gpt4d.evaluation import images as module
 from gpt4d.evaluation.images import evaluate, fid, inception_features, training_images
@@ -20,8 +20,9 @@ from gpt4d.parallel.grid import Grid
 from gpt4d.task.image_generation import generated_images
 from gpt4d.task.patch_statistics import frechet_distance, patch_statistics
 from tests.checkpoint import meta
-from tests.grids import full, on_grid
-from tests.stages import own_stage
+from tests.support.grids import full, on_grid
+from tests.support.settings import configured
+from tests.support.stages import own_stage
 
 UNET = [
     "model=unet_tiny", "model.image_size=8", "model.channels=16", "model.multipliers=[1,2]", "model.blocks_per_level=1",
@@ -83,7 +84,7 @@ def evaluated(config, real, count, with_network):
     ("sizes", "settings"), [(GridSizes(), ()), (GridSizes(1, 1, 2), ("parallel.pipeline.stages=2",))]
 )
 def test_generated_images_are_compared_with_real_images_on_every_plan(ranks, sizes, settings):
-    config, real = compose([*UNET, "cluster=local", *on_grid(sizes), *settings]), random_images(30, 2)
+    config, real = configured([*UNET, "cluster=local", *on_grid(sizes), *settings]), random_images(30, 2)
     world_size = sizes.devices * (config.parallel.pipeline.stages or 1)
     for result, images in ranks.run(world_size, evaluated, config, real, 12, True):
         assert result.values == {
@@ -94,7 +95,7 @@ def test_generated_images_are_compared_with_real_images_on_every_plan(ranks, siz
 
 
 def test_patches_replace_the_network_without_its_weights(ranks, tmp_path, monkeypatch):
-    config, real = compose([*UNET, "cluster=local"]), random_images(30, 2)
+    config, real = configured([*UNET, "cluster=local"]), random_images(30, 2)
     ((result, images),) = ranks.run(1, evaluated, config, real, 12, False)
     distance = frechet_distance(patch_statistics(images), patch_statistics(real))
     assert result.values == {"frechet": pytest.approx(distance, rel=1e-9), "images": 12, "real_images": 30}
@@ -168,7 +169,7 @@ def images_in_rank(directory):
 
 def test_the_training_images_of_a_run_are_found_by_its_configuration(ranks, tmp_path):
     words = "data=blue_marble", "model.image_size=32", "model.attention_at=[16]"
-    config = compose([*UNET, *words, f"data.cache_dir={tmp_path / 'cache'}"])
+    config = configured([*UNET, *words, f"data.cache_dir={tmp_path / 'cache'}"])
     directory = tmp_path / "run" / "checkpoints" / "step_00000001"
     directory.mkdir(parents=True)
     (directory / "meta.json").write_bytes(meta(1, config.model).to_json())

@@ -13,7 +13,7 @@ os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="", OMP_NUM_THREA
 
 from tests.exactness.cases import draw
 from tests.exactness.comparison import Result, check
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 
 def _report(result: Result, verbose: bool) -> None:

@@ -22,8 +22,8 @@ from gpt4d.task.diffusion import Diffusion
 from gpt4d.task.language import LanguageModeling
 from gpt4d.validation import validate
 from tests.exactness.cases import Case
-from tests.rank_pool import RankFailure, RankPool
-from tests.stages import own_stage, own_tokens
+from tests.support.rank_pool import RankFailure, RankPool
+from tests.support.stages import own_stage, own_tokens
 
 TOLERANCE = 1e-10  # relative
 _LARGEST = 1e-7  # largest limit of a configuration that rounding changes by more than the tolerance

@@ -6,7 +6,7 @@ from gpt4d.config import ConfigError
 from gpt4d.validation import validate
 from tests.exactness.cases import FAMILIES, draw
 from tests.exactness.comparison import check
-from tests.grids import full
+from tests.support.grids import full
 
 CHUNK = 12  # cases of a test
 SEEDS = (151, 153, 154, 155, 159, 160, 161, 164, 165, 166, 167, 169, 172)  # 155 has parts of heads of keys and values

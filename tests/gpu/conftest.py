@@ -21,12 +21,12 @@ from pathlib import Path
 import pytest
 
 from gpt4d.runtime import compile_cache
-from tests.environment import HIDDEN
 from tests.gpu.budget import PART_S, table
 from tests.gpu.check import Check
 from tests.gpu.isolation import run_isolated
 from tests.gpu.results import FAIL, NOT_POSSIBLE, PASS, REPOSITORY, Results
 from tests.gpu.test_hardware import describe
+from tests.support.environment import HIDDEN
 
 _DESCRIBE_LIMIT_S = 60.0
 _COMPILE_THREADS = "4"  # each is a process, which takes memory and a CPU core

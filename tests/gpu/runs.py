@@ -11,7 +11,6 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from gpt4d.checkpoint.run import RunCheckpoints
-from gpt4d.config import compose
 from gpt4d.data.tokenizers import END_OF_TEXT
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
@@ -20,6 +19,7 @@ from gpt4d.validation import validate
 from tests.gpu import compiling
 from tests.gpu.check import Check, Unavailable
 from tests.gpu.processes import in_process
+from tests.support.settings import configured
 
 # A model for rehearsals, which trains on sequences of 32 tokens.
 TINY_VOCABULARY = 300
@@ -132,7 +132,7 @@ def train(overrides: list[str], device: torch.device, prepare: Prepare = lambda 
 def _train(overrides: list[str], device: torch.device, prepare: Prepare) -> Any:
     if device.type == "cpu":
         compiling.trace_only()
-    config = compose(overrides)
+    config = configured(overrides)
     with process_group(Launch(), device, deterministic=config.train.deterministic) as job:
         trainer = Trainer(validate(config, 1), job.device)
         report = prepare(trainer)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt4d.config import GridSizes, compose
+from gpt4d.config import GridSizes
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.planner import calibrate
 from gpt4d.planner.estimate import Estimate
@@ -13,6 +13,7 @@ from gpt4d.validation import validate
 from tests.gpu.check import Check
 from tests.gpu.processes import in_process
 from tests.gpu.runs import GPT_1B3, measured_runs
+from tests.support.settings import configured
 
 _ERROR = 0.2
 # In a rehearsal the calibration only has to run.
@@ -34,7 +35,7 @@ def test_the_planner_predicts_the_step_times(check: Check) -> None:
         name = "cluster=auto" if cluster == "auto" else "calibrated"
         for run in measured:
             batch = [f"train.batch_size={run['micro_batch']}", "train.precision=bf16", f"cluster={cluster}"]
-            config = validate(compose([*GPT_1B3.overrides(check.rehearsal), *batch]), 1).config
+            config = validate(configured([*GPT_1B3.overrides(check.rehearsal), *batch]), 1).config
             planned_s = Estimate(config, GridSizes()).plan(run["micro_batch"]).step_time_s
             measured_s = run["step_time_s"]
             error = planned_s / measured_s - 1

@@ -9,7 +9,7 @@ import pytest
 
 from gpt4d.checkpoint import storage
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
-from gpt4d.config import GridSizes, compose
+from gpt4d.config import GridSizes
 from gpt4d.model import registry
 from gpt4d.planner.workload import training_state
 from gpt4d.trainer import Trainer
@@ -17,6 +17,7 @@ from tests.gpu import runs
 from tests.gpu.check import Check, Unavailable, largest_difference
 from tests.gpu.processes import in_process
 from tests.gpu.runs import GPT_1B3
+from tests.support.settings import configured
 
 _STEPS, _SAVED = 10, 5
 _BOUND = 1e-3  # relative difference of a loss after resuming; a run promises no bits without train.deterministic
@@ -79,7 +80,7 @@ def _count_tensors(path: Path) -> int:
 
 def checkpoint_bytes(overrides: list[str]) -> float:
     """Return the size of a checkpoint of the configuration."""
-    config = compose(overrides)
+    config = configured(overrides)
     state = training_state(registry.describe(config.model), GridSizes(), config.optim)
     return state["weights"] + state["optimizer"]
 

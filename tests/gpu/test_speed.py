@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gpt4d.config import GridSizes, compose
+from gpt4d.config import GridSizes
 from gpt4d.config.machine import this_machine
 from gpt4d.planner.estimate import Estimate
 from gpt4d.planner.resolve import resolve
@@ -21,6 +21,7 @@ from tests.gpu.check import Check, Unavailable
 from tests.gpu.processes import in_process
 from tests.gpu.runs import GPT_1B3, GPT_125M, Workload
 from tests.gpu.usage import device_memory, reserved_gib
+from tests.support.settings import configured
 
 _STEPS, _LOGGED, _PROFILED = 15, 5, 8  # the last five steps are measured, and not profiled
 _FIRST = 3  # steps in which functions may be compiled
@@ -80,7 +81,7 @@ def _check(check: Check, workload: Workload, micro_batches: Sequence[int]) -> No
 
 def _plan(overrides: list[str]) -> tuple[float, Any]:
     """Return the planned memory in GiB, and the blocks with cached weights."""
-    config = resolve(compose(overrides), 1).config
+    config = resolve(configured(overrides), 1).config
     return Estimate(config, GridSizes()).memory_gib(config.train.batch_size), config.parallel.cache_layers
 
 

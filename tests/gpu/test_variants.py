@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gpt4d.config import compose
 from gpt4d.model import registry
 from gpt4d.parallel import compile
 from gpt4d.parallel.grid import Grid
@@ -25,6 +24,7 @@ from gpt4d.validation import validate
 from tests.gpu.check import Check
 from tests.gpu.runs import best_run
 from tests.gpu.timing import seconds_of
+from tests.support.settings import configured
 
 _ROUNDS = 5
 _STEPS = {"cuda": 3, "cpu": 1}  # steps of each variant in a round
@@ -37,7 +37,7 @@ _uses: Counter[str] = Counter()  # calls of each replaced function
 @pytest.mark.gpu(number=10, part=3, limit_s=110, work_s=90)
 def test_gradients_in_fp32_cost_little_of_a_step(check: Check) -> None:
     device, best = check.device, best_run(check)
-    config, micro_batch = validate(compose([*best["overrides"], "optim.lr=1e-5"]), 1).config, best["micro_batch"]
+    config, micro_batch = validate(configured([*best["overrides"], "optim.lr=1e-5"]), 1).config, best["micro_batch"]
     check.values["cache_layers"] = config.parallel.cache_layers
     stage = build_stage(config, Grid.single_device(), device)
     step = TrainStep(stage, whole_model(lambda module, batch: cast(Any, module).loss_sum(*batch)), config.optim)

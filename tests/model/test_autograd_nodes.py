@@ -4,10 +4,10 @@ import pytest
 import torch
 import transformers
 
-from gpt4d.config import compose
 from gpt4d.parallel.grid import Grid
 from gpt4d.step import build_stage
 from gpt4d.validation import validate
+from tests.support.settings import configured
 
 _GPT2 = ["model=gpt_125m", "model.hidden=32", "model.heads=4", "model.vocab_size=300"]
 _LLAMA = ["model=llama_160m", "model.hidden=32", "model.heads=4", "model.key_value_heads=2", "model.head_size=8"]
@@ -26,7 +26,7 @@ def _count(loss: torch.Tensor) -> int:
 
 def _ours(words: list[str], layers: int) -> int:
     words = [*words, f"model.layers={layers}", "train.precision=fp32", "train.compile=false", "train.seq_len=32"]
-    config = validate(compose(words), 1).config
+    config = validate(configured(words), 1).config
     stage = build_stage(config, Grid.single_device(), torch.device("cpu"))
     ids = torch.zeros(2, 32, dtype=torch.int64)
     return _count(stage.module.loss_sum(ids, ids, torch.arange(2)))

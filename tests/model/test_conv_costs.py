@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.laboratory.virtual_device import VirtualDevice
 from gpt4d.config import ClusterConfig, Config, GridSizes, OptimConfig, ParallelConfig, TrainConfig
 from gpt4d.model.description import Description, EdgeTensor, Tensors, units_of
 from gpt4d.model.init import initialize
@@ -34,10 +35,9 @@ from gpt4d.parallel.stage import Stage
 from gpt4d.planner.device import Links
 from gpt4d.planner.step import StepWalk
 from gpt4d.step import TrainStep
-from gpt4d.testing.virtual_device import VirtualDevice
-from tests.fake_time import FakeTime
-from tests.grids import grid_name, token_loss
 from tests.model.recording import recorded_collectives
+from tests.support.fake_time import FakeTime
+from tests.support.grids import grid_name, token_loss
 
 FLOPS, LAUNCH_US = 2e10, 0.1
 C, T, HEADS, SIDE, BATCH = 48, 32, 8, 8, 48

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.laboratory.virtual_device import VirtualDevice
 from gpt4d.config import (
     ClusterConfig,
     Config,
@@ -30,10 +31,9 @@ from gpt4d.planner.device import Links
 from gpt4d.planner.estimate import Estimate
 from gpt4d.planner.step import StepWalk
 from gpt4d.step import TrainStep, build_stage
-from gpt4d.testing.virtual_device import VirtualDevice
-from tests.fake_time import FakeTime
-from tests.grids import grid_name, token_loss
 from tests.model.recording import recorded_collectives
+from tests.support.fake_time import FakeTime
+from tests.support.grids import grid_name, token_loss
 
 FLOPS, LAUNCH_US = 2e10, 20.0
 MODEL = GPT2Config(layers=2, hidden=512, heads=8, vocab_size=512, max_positions=256)

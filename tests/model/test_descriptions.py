@@ -3,17 +3,18 @@
 import pytest
 import torch
 
-from gpt4d.config import GridSizes, compose
+from gpt4d.config import GridSizes
 from gpt4d.model import registry
 from gpt4d.model.description import STREAM
 from gpt4d.parallel.context import Context
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.sharded_weights import ShardedWeights
-from tests.grids import TINY_MODEL, build_tiny_stage, tiny_batch
+from tests.support.grids import TINY_MODEL, build_tiny_stage, tiny_batch
+from tests.support.settings import configured
 
 
 def test_described_parameters_are_those_of_the_model():
-    config = compose([]).model
+    config = configured([]).model
     weights = ShardedWeights(Context(Grid.single_device(), torch.float32), device="meta")
     model = registry.build(config, weights)
     described = {n: (s.shape, s.layout, s.mean) for n, s in registry.describe(config).parameters.items()}

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.laboratory.virtual_device import VirtualDevice
 from gpt4d.config import ClusterConfig, Config, GridSizes, OptimConfig, TrainConfig
 from gpt4d.model import registry
 from gpt4d.parallel.grid import Grid
@@ -14,10 +15,9 @@ from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.planner.device import Links
 from gpt4d.planner.step import StepWalk
 from gpt4d.step import TrainStep, build_stage
-from gpt4d.testing.virtual_device import VirtualDevice
-from tests.fake_time import FakeTime
-from tests.grids import batch_part, token_loss
 from tests.model.recording import recorded_collectives
+from tests.support.fake_time import FakeTime
+from tests.support.grids import batch_part, token_loss
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/guides/extending.md"
 MODULES = ["mixer.py", "mixing.py", "mixing_kernels.py"]

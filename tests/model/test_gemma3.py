@@ -6,13 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpt4d.config import ConfigError, GridSizes, ParallelConfig, PipelineConfig, compose
+from gpt4d.config import ConfigError, GridSizes, ParallelConfig, PipelineConfig
 from gpt4d.model import registry
 from gpt4d.model.gemma3 import hugging_face as hf
 from gpt4d.model.gemma3.config import Gemma3Config
 from gpt4d.model.gemma3.model import rotary_frequencies
-from tests.grids import BINARY_GRIDS, sampled
 from tests.model.test_llama import check_on_grid, check_step, results_of
+from tests.support.grids import BINARY_GRIDS, sampled
+from tests.support.settings import configured
 
 # Four ranks have three of the twelve columns of keys each: parts of heads.
 GEMMA3 = Gemma3Config(
@@ -84,7 +85,7 @@ def test_gradients_of_a_plan_equal_transformers(ranks, devices, parallel, checkp
 
 @pytest.mark.parametrize(("size", "millions"), [("270m", 268), ("1b", 1000), ("4b", 3880)])
 def test_shipped_sizes_have_the_published_numbers_of_parameters(size, millions):
-    model = compose([f"model=gemma3_{size}"]).model
+    model = configured([f"model=gemma3_{size}"]).model
     description = registry.describe(model)
     assert round(description.num_parameters / 1e6) == millions
     kinds = [unit.kind for unit in description.blocks]

@@ -10,7 +10,7 @@ from gpt4d.config import GridSizes
 from gpt4d.model.gpt2 import hugging_face as hf
 from gpt4d.parallel import gradient_reducer
 from gpt4d.parallel.layers.documents import Documents
-from tests.grids import (
+from tests.support.grids import (
     BINARY_GRIDS,
     PAIRWISE_GRIDS,
     TINY_MODEL,

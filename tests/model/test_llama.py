@@ -16,7 +16,6 @@ from gpt4d.config import (
     ParallelConfig,
     PipelineConfig,
     TrainConfig,
-    compose,
 )
 from gpt4d.model.llama import hugging_face as hf
 from gpt4d.model.llama.config import LlamaConfig
@@ -26,8 +25,17 @@ from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.step import build_stage
 from gpt4d.validation import validate
-from tests.grids import BINARY_GRIDS, PAIRWISE_GRIDS, batch_part, build_model, fill_from_hf, global_tensor, to_hf
-from tests.stages import check_float64_step, float64_step
+from tests.support.grids import (
+    BINARY_GRIDS,
+    PAIRWISE_GRIDS,
+    batch_part,
+    build_model,
+    fill_from_hf,
+    global_tensor,
+    to_hf,
+)
+from tests.support.settings import configured
+from tests.support.stages import check_float64_step, float64_step
 
 BATCH, LENGTH = 16, 12
 LLAMA = LlamaConfig(
@@ -265,11 +273,11 @@ def test_documents_of_a_sequence_do_not_see_each_other(ranks):
 )
 def test_gx_is_any_divisor_of_the_heads_and_of_the_columns_of_keys(model, gx):
     assert (
-        validate(compose(["model=llama_tiny", *model, f"parallel.gx={gx}", "cluster.memory_gib=1000"]), gx).sizes.x
+        validate(configured(["model=llama_tiny", *model, f"parallel.gx={gx}", "cluster.memory_gib=1000"]), gx).sizes.x
         == gx
     )
 
 
 def test_gx_that_does_not_divide_the_columns_of_keys_is_rejected():
     with pytest.raises(ConfigError, match=r"gx=7: does not divide model.key_value_heads·head_size=128; use one of"):
-        validate(compose(["model=qwen2_0b5", "parallel.gx=7"]), 7)
+        validate(configured(["model=qwen2_0b5", "parallel.gx=7"]), 7)

@@ -13,7 +13,7 @@ from gpt4d.checkpoint import adapter_files, exporter
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.checkpoint.importer import import_model
 from gpt4d.checkpoint.space import check_space
-from gpt4d.config import ConfigError, GridSizes, LoraConfig, compose
+from gpt4d.config import ConfigError, GridSizes, LoraConfig
 from gpt4d.model import registry
 from gpt4d.parallel.grid import Grid
 from gpt4d.planner.estimate import Estimate
@@ -22,7 +22,8 @@ from gpt4d.task.language import LanguageModeling
 from gpt4d.validation import validate
 from tests.exactness.cases import draw
 from tests.exactness.comparison import _batch, check, microbatches
-from tests.grids import full, metric_lines, on_grid, train_in_rank
+from tests.support.grids import full, metric_lines, on_grid, train_in_rank
+from tests.support.settings import configured
 
 RATE, STEPS = 1e-3, 20
 LORA = ["lora.rank=3", "optim.algorithm=adamw", "train.batch_size=4", "train.seq_len=16"]
@@ -34,7 +35,7 @@ SETTINGS = {
 
 
 def serial_stage(name, *overrides):
-    config = compose([f"model={name}", *LORA, *SETTINGS.get(name, ()), *overrides])
+    config = configured([f"model={name}", *LORA, *SETTINGS.get(name, ()), *overrides])
     plan = validate(config, 1)
     return plan, build_stage(plan.config, Grid(), torch.device("cpu"), torch.float64, plan=plan)
 
@@ -215,7 +216,7 @@ def test_planned_memory_of_adapters_is_below_half_of_the_memory_of_full_fine_tun
         "train.seq_len=512", "train.batch_size=1", "cluster=perlmutter", "train.activation_checkpointing=full",
         "train.loss_chunks=8",
     ]  # fmt: skip
-    needed = [Estimate(compose([*smollm2, *lora]), GridSizes()) for lora in ([], ["lora.rank=16"])]
+    needed = [Estimate(configured([*smollm2, *lora]), GridSizes()) for lora in ([], ["lora.rank=16"])]
     needed = [estimate.memory_gib(1) - estimate.reserved_gib for estimate in needed]
     assert needed[1] < 0.45 * needed[0]
 
@@ -240,5 +241,5 @@ def test_planned_memory_of_adapters_is_below_half_of_the_memory_of_full_fine_tun
 )
 def test_mistakes_are_reported_in_one_line(overrides, message):
     with pytest.raises(ConfigError, match=message) as raised:
-        validate(compose(["model=gpt_tiny", "optim.algorithm=adamw", *overrides]), 1)
+        validate(configured(["model=gpt_tiny", "optim.algorithm=adamw", *overrides]), 1)
     assert "\n" not in str(raised.value)

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from gpt4d.config import GridSizes, ParallelConfig, PipelineConfig
 from gpt4d.model.moe import hugging_face as hf
 from gpt4d.model.moe.config import MoeConfig
-from tests.grids import BINARY_GRIDS, sampled
 from tests.model.test_llama import check_on_grid, check_step, inputs, library_model
+from tests.support.grids import BINARY_GRIDS, sampled
 
 MOE = MoeConfig(
     layers=2,

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpt4d.config import Config, GridSizes, ParallelConfig, TrainConfig, compose
+from gpt4d.config import Config, GridSizes, ParallelConfig, TrainConfig
 from gpt4d.model import registry
 from gpt4d.model.moe.config import MoeConfig
 from gpt4d.parallel.layers import routing
 from tests.model.test_costs import BATCH, FULL, collectives_of_a_step, compare
+from tests.support.settings import configured
 
 LARGER = MoeConfig(
     layers=2, hidden=512, heads=8, key_value_heads=4, head_size=64, inner=256, experts=8, experts_per_token=2,
@@ -109,7 +110,7 @@ def test_planned_collectives_are_those_of_a_step_in_the_same_order(rank_0, route
     [("olmoe_7b", 6.92, 1.28), ("qwen3_moe_30b", 30.53, 3.35), ("mixtral_8x7b", 46.70, 12.88)],
 )
 def test_shipped_sizes_have_the_published_numbers_of_parameters(name, total, active):
-    description = registry.describe(compose([f"model={name}"]).model)
+    description = registry.describe(configured([f"model={name}"]).model)
     found = description.num_parameters, description.active_parameters
     assert tuple(round(count / 1e9, 2) for count in found) == (total, active)
 

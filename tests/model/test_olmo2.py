@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpt4d.config import Config, ConfigError, GridSizes, ParallelConfig, PipelineConfig, TrainConfig, compose
+from gpt4d.config import Config, ConfigError, GridSizes, ParallelConfig, PipelineConfig, TrainConfig
 from gpt4d.model import registry
 from gpt4d.model.olmo2 import hugging_face as hf
 from gpt4d.model.olmo2.config import Olmo2Config
@@ -14,9 +14,10 @@ from gpt4d.parallel.grid import Grid
 from gpt4d.step import build_stage
 from gpt4d.task.generation import continuations
 from gpt4d.task.sampling import GREEDY
-from tests.grids import BINARY_GRIDS, sampled
 from tests.model.test_costs import BATCH, FULL, collectives_of_a_step, compare
 from tests.model.test_llama import check_on_grid, check_step, library_model, results_of
+from tests.support.grids import BINARY_GRIDS, sampled
+from tests.support.settings import configured
 from tests.task.test_generation import END, PROMPTS, most_likely_text, tokenizer  # noqa: F401 – a fixture
 
 OLMO2 = Olmo2Config(
@@ -130,7 +131,7 @@ def test_planned_collectives_are_those_of_a_step_in_the_same_order(rank_0, sizes
 
 @pytest.mark.parametrize(("size", "billions"), [("1b", 1.48), ("7b", 7.30), ("13b", 13.72), ("32b", 32.23)])
 def test_shipped_sizes_have_the_published_numbers_of_parameters(size, billions):
-    description = registry.describe(compose([f"model=olmo2_{size}"]).model)
+    description = registry.describe(configured([f"model=olmo2_{size}"]).model)
     assert round(description.num_parameters / 1e9, 2) == billions
     assert {spec.std for spec in description.parameters.values()} == {0.0, 0.02}
 

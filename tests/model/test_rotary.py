@@ -15,8 +15,8 @@ from gpt4d.model.llama import hugging_face as hf
 from gpt4d.model.llama.config import LlamaConfig as Settings
 from gpt4d.model.llama.frequencies import frequencies, scale
 from gpt4d.model.olmo2.config import Olmo2Config
-from tests.grids import build_model, fill_from_hf, full
 from tests.model.test_llama import relative
+from tests.support.grids import build_model, fill_from_hf, full
 
 LENGTH, ORIGINAL = 96, 16
 SIZES = {

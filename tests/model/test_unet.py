@@ -10,8 +10,8 @@ from gpt4d.config import Config, ConfigError, DataConfig, GridSizes, ParallelCon
 from gpt4d.model import registry
 from gpt4d.model.unet import hugging_face as adapter
 from gpt4d.model.unet.config import UNetConfig
-from tests.grids import BINARY_GRIDS, full, sampled, to_hf
-from tests.stages import check_float64_step, float64_step
+from tests.support.grids import BINARY_GRIDS, full, sampled, to_hf
+from tests.support.stages import check_float64_step, float64_step
 
 # Both axes split streams, heads and groups: there are groups of which a rank has a part only.
 TINY = UNetConfig(

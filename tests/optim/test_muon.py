@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpt4d.config import Config, GridSizes, MuonConfig, OptimConfig, compose
+from gpt4d.config import Config, GridSizes, MuonConfig, OptimConfig
 from gpt4d.model import registry
 from gpt4d.optim.matrices import exchanges, matrices_of, views
 from gpt4d.optim.muon import orthogonalized
@@ -15,7 +15,8 @@ from gpt4d.planner.device import Device, Links
 from gpt4d.planner.update import update
 from gpt4d.step import build_stage
 from gpt4d.validation import validate
-from tests.grids import full
+from tests.support.grids import full
+from tests.support.settings import configured
 
 MODELS = {
     "gpt": ["model=gpt_tiny", "model.layers=2", "model.hidden=48", "model.heads=12", "model.vocab_size=300"],
@@ -33,7 +34,7 @@ STEPS = 4
 
 
 def muon_config(model: str, *overrides: str) -> Config:
-    return compose([*MODELS[model], "optim=muon", "optim.lr=0.01", "train.precision=fp32", *overrides])
+    return configured([*MODELS[model], "optim=muon", "optim.lr=0.01", "train.precision=fp32", *overrides])
 
 
 def gradient(parameter, name, step, grid):
@@ -241,7 +242,7 @@ def test_the_singular_values_of_an_update_are_about_one():
 
 
 def test_each_matrix_has_one_home_and_the_homes_have_about_equal_costs():
-    config = compose(["model=llama_tiny", "model.layers=32"])
+    config = configured(["model=llama_tiny", "model.layers=32"])
     sizes = GridSizes(2, 2, 2, 2)
     found = [
         matrix
@@ -264,7 +265,7 @@ def test_each_matrix_has_one_home_and_the_homes_have_about_equal_costs():
 @pytest.mark.parametrize("shard_states", [False, True])
 def test_a_home_has_experts_that_its_own_rank_holds(shard_states):
     model = ["model=moe", "model.layers=6", "model.experts=24", "model.inner=512", "model.hidden=64", "model.heads=4"]
-    config, sizes = compose([*model, "model.head_size=16"]), GridSizes(2, 1, 4, 3)
+    config, sizes = configured([*model, "model.head_size=16"]), GridSizes(2, 1, 4, 3)
     specs = registry.describe_run(config, [sizes]).parameters.values()
     specs = [spec.over_data(sizes) if shard_states else spec for spec in specs if spec.matrices and not spec.frozen]
     found = [matrix for spec in specs for matrix in matrices_of(spec, sizes)]
@@ -280,7 +281,7 @@ def test_a_home_has_experts_that_its_own_rank_holds(shard_states):
 
 
 def test_the_first_and_the_last_exchange_have_the_cheapest_matrices_of_each_home():
-    config = compose(["model=gpt_tiny", "model.layers=4", "model.hidden=64", "model.heads=4"])
+    config = configured(["model=gpt_tiny", "model.layers=4", "model.hidden=64", "model.heads=4"])
     sizes = GridSizes(2, 2, 2)
     specs = registry.describe_run(config, [sizes]).parameters.values()
     found = [matrix for spec in specs if spec.matrices for matrix in matrices_of(spec, sizes)]

@@ -4,7 +4,7 @@ import torch
 from gpt4d.config import GridSizes, OptimConfig
 from gpt4d.optim.optimizer import Optimizer
 from gpt4d.parallel.layout import Layout, ParameterSpec
-from tests.grids import TINY_MODEL, build_model
+from tests.support.grids import TINY_MODEL, build_model
 
 
 def test_only_matrices_decay_not_biases_or_norms():

@@ -8,11 +8,12 @@ import torch
 from transformers import optimization
 
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint, Meta, Progress
-from gpt4d.config import ConfigError, OptimConfig, compose, recorded_settings
+from gpt4d.config import ConfigError, OptimConfig, recorded_settings
 from gpt4d.optim.schedule import learning_rate
 from gpt4d.validation import validate
-from tests.grids import metric_lines, train_in_rank
-from tests.rank_pool import RankFailure
+from tests.support.grids import metric_lines, train_in_rank
+from tests.support.rank_pool import RankFailure
+from tests.support.settings import configured
 
 STEPS, WARMUP = 110, 10
 
@@ -113,7 +114,7 @@ def test_schedule_steps_sets_the_end_of_a_decay_independent_of_the_run(schedule)
 )
 def test_a_mistake_in_a_schedule_is_one_line(overrides, message):
     with pytest.raises(ConfigError) as error:
-        validate(compose(["optim.warmup_steps=50", *overrides]), 1)
+        validate(configured(["optim.warmup_steps=50", *overrides]), 1)
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
@@ -152,7 +153,7 @@ def test_a_decay_that_branches_off_a_stable_run_equals_a_run_with_that_decay_to_
 
 def checkpoint_at(step, *overrides):
     """Return a checkpoint without files, of a run with the default configuration and overrides."""
-    config = compose(["optim.warmup_steps=50", *overrides])
+    config = configured(["optim.warmup_steps=50", *overrides])
     checkpoint = Checkpoint(Path("runs/trunk"))
     meta = Meta(Progress(step), config.model, [], "", {}, settings=recorded_settings(asdict(config)))
     vars(checkpoint)["meta"] = meta  # in place of the files
@@ -185,8 +186,8 @@ BRANCH = ["optim.warmup_steps=50", "optim.schedule=wsd", "optim.decay_from=400",
     ],
 )
 def test_a_branch_that_changes_the_past_or_more_than_the_schedule_is_refused(step, trunk, branch, message):
-    config = compose([*BRANCH, *branch])
+    config = configured([*BRANCH, *branch])
     with pytest.raises(ConfigError, match=message):
         checkpoint_at(step, *trunk).check_settings(config)
-    allowed = compose([*BRANCH, *branch, "checkpoint.allow_changes=[optim]"])
+    allowed = configured([*BRANCH, *branch, "checkpoint.allow_changes=[optim]"])
     assert checkpoint_at(step, *trunk).check_settings(allowed)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.grids import full, metric_lines, train_in_rank
-from tests.rank_pool import RankFailure
+from tests.support.grids import full, metric_lines, train_in_rank
+from tests.support.rank_pool import RankFailure
 
 MUON = (
     "optim.algorithm=muon",

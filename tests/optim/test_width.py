@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from gpt4d.config import GridSizes, compose
+from gpt4d.config import GridSizes
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.step import TrainStep, build_stage
-from tests.grids import build_model, hf_model, metric_lines, token_loss, train_in_rank
+from tests.support.grids import build_model, hf_model, metric_lines, token_loss, train_in_rank
+from tests.support.settings import configured
 from tests.test_trainer import plain_torch_run
 
 WIDTH = 4  # relative to the base model
@@ -111,7 +112,7 @@ def test_the_output_changes_equally_at_every_width(ranks, family, optimizer):
     def config(features, *settings):
         model = unet_of_width(features) if family == "unet" else text_of_width(family, features)
         lr = "optim.lr=0.02" if "optim.muon.scale=original" in optimizer else "optim.lr=0.005"
-        return compose([*model, "optim.width_transfer=true", lr, *optimizer, *settings])
+        return configured([*model, "optim.width_transfer=true", lr, *optimizer, *settings])
 
     wide, narrow, without = ranks.run(
         1, output_changes, [config(256), config(32), config(256, "optim.width_transfer=false")]

@@ -6,8 +6,8 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from gpt4d.config import GridSizes
 from gpt4d.parallel.grid import Grid
-from tests.grids import build_tiny_stage, full, tiny_batch
 from tests.parallel.test_sharded_weights import runtime_of
+from tests.support.grids import build_tiny_stage, full, tiny_batch
 
 
 def with_our_stream(sizes, recompute):

@@ -25,7 +25,7 @@ from gpt4d.task.language import LanguageModeling
 from gpt4d.validation import validate
 from tests.exactness.cases import FAMILIES
 from tests.exactness.comparison import microbatches
-from tests.grids import TINY_MODEL, build_model, full, metric_lines, train_in_rank
+from tests.support.grids import TINY_MODEL, build_model, full, metric_lines, train_in_rank
 
 
 def eager(kernel):

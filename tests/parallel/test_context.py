@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gpt4d.checkpoint.storage import LocalShard
-from gpt4d.config import Config, ConfigError, DataConfig, ParallelConfig, PipelineConfig, TrainConfig, compose
+from gpt4d.config import Config, ConfigError, DataConfig, ParallelConfig, PipelineConfig, TrainConfig
 from gpt4d.model.gemma3.config import Gemma3Config
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.model.llama.config import LlamaConfig
@@ -22,8 +22,9 @@ from gpt4d.parallel.layers.sequence import segments_of
 from gpt4d.parallel.pipeline.runtime import StageRuntime
 from gpt4d.step import mask_replicas
 from gpt4d.validation import validate
-from tests.grids import full, metric_lines, train_in_rank
-from tests.stages import own_stage, own_tokens
+from tests.support.grids import full, metric_lines, train_in_rank
+from tests.support.settings import configured
+from tests.support.stages import own_stage, own_tokens
 
 aten = torch.ops.aten
 BATCH, LENGTH, VOCABULARY = 4, 48, 288
@@ -189,7 +190,7 @@ def test_a_run_continues_with_other_numbers_of_ranks_per_sequence(ranks, tiny):
 )
 def test_mistakes_are_reported_in_one_line(devices, words, message):
     with pytest.raises(ConfigError) as error:
-        validate(compose(["model=gpt_tiny", "train.batch_size=8", *words]), devices)
+        validate(configured(["model=gpt_tiny", "train.batch_size=8", *words]), devices)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 

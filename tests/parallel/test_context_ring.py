@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gpt4d.config import ConfigError, GridSizes, compose
+from gpt4d.config import ConfigError, GridSizes
 from gpt4d.parallel.comm.cpu import shared_memory
 from gpt4d.parallel.context import Context
 from gpt4d.parallel.engine.interleave import run_alone, run_blocks
@@ -22,9 +22,10 @@ from gpt4d.parallel.symbolic import tape
 from gpt4d.parallel.symbolic.stage import SymbolicAxis
 from gpt4d.parallel.symbolic.tensor import SymbolicTensor
 from gpt4d.validation import validate
-from tests.grids import full, metric_lines, train_in_rank
 from tests.parallel.counting_device import CountingDevice
 from tests.parallel.test_shared_memory import grid_on_hosts
+from tests.support.grids import full, metric_lines, train_in_rank
+from tests.support.settings import configured
 
 SEQUENCES, LENGTH, HEADS, SIZE = 4, 24, 4, 8
 
@@ -277,11 +278,11 @@ def test_20_losses_equal_those_of_one_rank(ranks, tiny, tmp_path, devices, words
 
 def test_attention_dropout_is_rejected_in_one_line():
     words = ["model=gpt_tiny", "parallel.context=2", "parallel.context_exchange=ring"]
-    validate(compose(words), 2)
+    validate(configured(words), 2)
     message = (
         "parallel.context_exchange=ring: model.attention_dropout=0.1 needs the keys of complete sequences; use "
         "parallel.context_exchange=all_gather, or model.attention_dropout=0"
     )
     with pytest.raises(ConfigError) as error:
-        validate(compose([*words, "model.attention_dropout=0.1"]), 2)
+        validate(configured([*words, "model.attention_dropout=0.1"]), 2)
     assert str(error.value) == message

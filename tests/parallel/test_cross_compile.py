@@ -13,9 +13,9 @@ import torch
 from gpt4d.parallel.compile import options_of
 from gpt4d.parallel.layers import activations, float8, float8_kernels, group_norm, heads, loss, loss_kernels, norm
 from gpt4d.parallel.symbolic.kernels import Kernel
-from tests import cross_compiler
-from tests.grids import full
 from tests.parallel.test_eager_costs import function_of
+from tests.support import cross_compiler
+from tests.support.grids import full
 
 pytestmark = [
     pytest.mark.slow,

@@ -8,15 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpt4d.config import Config, batch_size_at, compose
+from gpt4d.config import Config, batch_size_at
 from gpt4d.model import registry
 from gpt4d.parallel.cuda_graphs import EAGER, StepGraphs
 from gpt4d.parallel.grid import Grid
 from gpt4d.step import TrainStep, build_stage, connect_stages
 from gpt4d.validation import validate
-from tests.graph_replay import replayed_graphs
-from tests.grids import full
 from tests.simulated_gpu.training import RandomImages, RandomText
+from tests.support.graph_replay import replayed_graphs
+from tests.support.grids import full
+from tests.support.settings import configured
 
 STEPS = 5  # two steps without graphs, a recording, a replay, and a recording after an evaluation
 TEXT = (
@@ -121,7 +122,7 @@ def test_replayed_steps_have_the_bits_and_the_bytes_of_steps_without_graphs(rank
         (tmp_path / name).mkdir()
         (tmp_path / name / "header.json").touch()
     settings = [word.format(directory=tmp_path) if word == BLEND else word for word in settings]
-    for eager, replayed in ranks.run(world_size, with_and_without_graphs, compose([*settings])):
+    for eager, replayed in ranks.run(world_size, with_and_without_graphs, configured([*settings])):
         assert replayed.numbers == eager.numbers
         assert replayed.collectives == eager.collectives
         captured, launched = replayed.graphs
@@ -131,7 +132,7 @@ def test_replayed_steps_have_the_bits_and_the_bytes_of_steps_without_graphs(rank
 
 @pytest.mark.parametrize("settings", [(), full((SPLIT,)), full(STAGES)], ids=["whole", "split", "stages"])
 def test_a_step_of_another_batch_size_is_recorded_again(ranks, settings):
-    config = compose([*GPT, *settings, "train.batch_ramp=[[0,4],[24,8]]"])
+    config = configured([*GPT, *settings, "train.batch_ramp=[[0,4],[24,8]]"])
     world_size = 2 if PIPELINE in str(settings) else 1
     for eager, replayed in ranks.run(world_size, with_and_without_graphs, config, 4 + STEPS):
         assert replayed.numbers == eager.numbers

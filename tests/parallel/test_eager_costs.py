@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.laboratory.memory import allocated_peak
+from benchmarks.laboratory.virtual_operations import Operations, has_kernel, nbytes, tensors_in
 from gpt4d.parallel.layers import (
     activations,
     attention,
@@ -31,8 +33,6 @@ from gpt4d.parallel.layers import (
 )
 from gpt4d.parallel.symbolic.kernels import EAGER_COSTS, Kernel, PlannedKernel
 from gpt4d.parallel.symbolic.tensor import SymbolicTensor
-from gpt4d.testing.memory import allocated_peak
-from gpt4d.testing.virtual_operations import Operations, has_kernel, nbytes, tensors_in
 
 ROWS, FEATURES = 2048, 512  # so many that statistics of rows and parameters do not count
 DTYPES = torch.float32, torch.bfloat16

@@ -7,9 +7,9 @@ from gpt4d.config import GridSizes
 from gpt4d.parallel.engine.reduction import default_bucket_bytes
 from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import Grid
-from tests.grids import build_tiny_stage, grid_name, tiny_batch
 from tests.parallel.test_sharded_weights import runtime_of
-from tests.rank_pool import RankFailure
+from tests.support.grids import build_tiny_stage, grid_name, tiny_batch
+from tests.support.rank_pool import RankFailure
 
 
 def two_steps(sizes, overlap):

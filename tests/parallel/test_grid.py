@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from gpt4d import step
-from gpt4d.config import ClusterConfig, Config, GridSizes, OptimConfig, ParallelConfig, compose
+from gpt4d.config import ClusterConfig, Config, GridSizes, OptimConfig, ParallelConfig
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.pipeline import stage_links
@@ -16,6 +16,7 @@ from gpt4d.parallel.pipeline.stage_links import Copy, Edge, Exchange
 from gpt4d.parallel.stage_plan import consecutive_stages
 from gpt4d.planner.topology import reserved_gib
 from gpt4d.validation import validate
+from tests.support.settings import configured
 
 HOUR = timedelta(hours=1)
 BACKENDS = [("cuda", "nccl"), ("cpu", "gloo")]
@@ -86,7 +87,7 @@ def test_the_planner_counts_the_groups_of_a_grid(job, sizes, joined, expert_data
 def test_a_link_has_the_backend_of_its_device_alone(job, monkeypatch, device_type, backend):
     groups, links = job(2, rank=0), []
     monkeypatch.setattr(step, "Exchange", lambda *arguments: links.append(arguments))
-    plan = validate(compose(["cluster=local", "parallel.pipeline.stages=2", "train.batch_size=8"]), 2)
+    plan = validate(configured(["cluster=local", "parallel.pipeline.stages=2", "train.batch_size=8"]), 2)
     weights = SimpleNamespace(
         device=torch.device(device_type), dtype=torch.float32, context=SimpleNamespace(compute_dtype=torch.bfloat16)
     )

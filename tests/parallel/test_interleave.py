@@ -16,7 +16,7 @@ from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.pipeline.runtime import StageRuntime, whole_model
 from gpt4d.step import build_stage, mask_replicas
-from tests.grids import TINY_MODEL, batch_part, full, global_tensor, token_loss
+from tests.support.grids import TINY_MODEL, batch_part, full, global_tensor, token_loss
 
 BATCH, LENGTH = 16, 12
 DROPOUT = replace(TINY_MODEL, dropout=0.1, attention_dropout=0.1)

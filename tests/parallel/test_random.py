@@ -7,8 +7,8 @@ import torch
 
 from gpt4d.config import GridSizes
 from gpt4d.parallel import random
-from tests.grids import TINY_MODEL, build_model, full, global_tensor
 from tests.parallel.layers.test_matmul import Operations
+from tests.support.grids import TINY_MODEL, build_model, full, global_tensor
 
 
 def whole_of(shape):

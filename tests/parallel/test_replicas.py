@@ -8,8 +8,8 @@ import torch
 from gpt4d.config.composing import compose
 from tests.exactness.cases import FAMILIES
 from tests.exactness.comparison import train
-from tests.grids import full
-from tests.stages import own_stage
+from tests.support.grids import full
+from tests.support.stages import own_stage
 
 
 def trained(config, world_size):

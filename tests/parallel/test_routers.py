@@ -8,8 +8,8 @@ from gpt4d.parallel import routers
 from gpt4d.parallel.layers.routing import Scoring, routing_statistics
 from gpt4d.step import TrainStep
 from gpt4d.validation import validate
-from tests.grids import full, metric_lines, train_in_rank
-from tests.stages import RandomTokens, own_stage
+from tests.support.grids import full, metric_lines, train_in_rank
+from tests.support.stages import RandomTokens, own_stage
 
 MOE = (
     "model=moe_tiny", "model.key_value_heads=2", "model.head_size=6", "model.inner=24", "model.experts=12",

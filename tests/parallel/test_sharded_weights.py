@@ -16,7 +16,7 @@ from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import StageRuntime, whole_model
 from gpt4d.parallel.pipeline.schedule import Action, single_stage
-from tests.grids import TINY_MODEL, build_tiny_stage, full, tiny_batch, token_loss
+from tests.support.grids import TINY_MODEL, build_tiny_stage, full, tiny_batch, token_loss
 
 GRID = GridSizes(2, 1, 2, 1)
 # Three switches, of which each pair has each pair of values in one of the choices.
@@ -199,7 +199,7 @@ def use_in_another_order():
 
 
 def test_a_use_that_the_order_does_not_have_is_an_error(ranks):
-    from tests.rank_pool import RankFailure
+    from tests.support.rank_pool import RankFailure
 
     with pytest.raises(RankFailure, match="where the model's description has"):
         ranks.run(4, use_in_another_order)

@@ -15,7 +15,7 @@ from gpt4d.parallel.comm.cpu.shared_memory import SharedMemoryTransport
 from gpt4d.parallel.comm.cpu.two_level import TwoLevelTransport
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.symbolic.kernels import MAX
-from tests.rank_pool import RankFailure
+from tests.support.rank_pool import RankFailure
 
 
 def compute_with_both(dtype):

@@ -5,7 +5,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from gpt4d.config import Config, GridSizes, compose
+from gpt4d.config import Config, GridSizes
 from gpt4d.model import registry
 from gpt4d.parallel.context import Context, layer_settings
 from gpt4d.parallel.grid import Grid
@@ -15,6 +15,7 @@ from gpt4d.parallel.symbolic.stage import SymbolicGrid, SymbolicLayer, SymbolicW
 from gpt4d.parallel.symbolic.tensor import SymbolicTensor
 from gpt4d.step import build_stage
 from tests.parallel.counting_device import CountingDevice
+from tests.support.settings import configured
 
 TEXT = ["model.layers=2", "model.hidden=32", "model.heads=4", "model.vocab_size=64", "model.vocab_multiple=16"]
 GPT2 = [*TEXT, "model.max_positions=16", "train.seq_len=16"]
@@ -90,7 +91,7 @@ def test_a_model_calls_the_kernels_of_torch_in_their_order(model, settings):
     lacks = {"gpt2": ("none",), "llama": ("model.dropout",), "unet": ("train.loss_chunks",)}[model]
     settings = [word for word in settings if not word.startswith(lacks)]
     config, device = (
-        compose([*MODELS[model], "train.compile=false", "train.precision=fp32", *settings]),
+        configured([*MODELS[model], "train.compile=false", "train.precision=fp32", *settings]),
         CountingDevice(),
     )
     found, expected = (recorded_calls(run) for run in (on_symbolic_tensors(config, device), in_torch(config)))

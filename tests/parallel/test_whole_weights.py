@@ -7,8 +7,8 @@ import torch
 
 from gpt4d.config import GridSizes
 from gpt4d.parallel.grid import Grid
-from tests.grids import TINY_MODEL, build_tiny_stage, full, global_tensor, grid_name, tiny_batch
 from tests.parallel.test_sharded_weights import GatherCounter, runtime_of
+from tests.support.grids import TINY_MODEL, build_tiny_stage, full, global_tensor, grid_name, tiny_batch
 
 LAYERS = TINY_MODEL.layers
 PLAIN = {"cache_layers": 0}

@@ -2,11 +2,12 @@
 
 import pytest
 
-from gpt4d.config import ClusterConfig, LevelConfig, compose
+from gpt4d.config import ClusterConfig, LevelConfig
 from gpt4d.model import registry
 from gpt4d.model.description import Description
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.planner.atp import AtpMesh, all_reduce_bandwidths, communication, link_bandwidths, meshes
+from tests.support.settings import configured
 
 # M1 … M4 of the paper: hidden size and heads; batch 4, sequence 2048, fp16.
 MODELS = [
@@ -21,7 +22,7 @@ def best(cluster: ClusterConfig, devices: int, model: Description = MODELS[0]) -
 
 
 def paper_cluster(name: str) -> ClusterConfig:
-    return compose([f"cluster={name}"]).cluster
+    return configured([f"cluster={name}"]).cluster
 
 
 def test_the_worked_example_of_figure_7():

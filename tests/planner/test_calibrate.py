@@ -6,9 +6,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from gpt4d.config import compose, read_cluster
+from gpt4d.config import read_cluster
 from gpt4d.planner import calibrate
 from gpt4d.planner.search import rank
+from tests.support.settings import configured
 
 
 def measure_in_rank(path):
@@ -59,7 +60,7 @@ def test_a_measured_machine_can_be_used_as_a_cluster(ranks, tmp_path):
     kinds = {(m.kind, m.local, m.nodes) for m in cluster.measured}
     assert kinds == {(k, n, 1) for k in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all") for n in (2, 4)}
     assert all(m.gb_s > 0 and m.latency_us >= 0 and 0 <= m.hidden <= 1 for m in cluster.measured)
-    config = compose([f"cluster={path}", "parallel.pipeline.stages=1"])
+    config = configured([f"cluster={path}", "parallel.pipeline.stages=1"])
     assert config.cluster == cluster
     assert len(rank(config, 4).plans) == 10
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpt4d.config import GridSizes, compose
+from gpt4d.config import GridSizes
 from gpt4d.planner.capacity import fewest_devices
 from gpt4d.planner.device import Links
 from gpt4d.planner.estimate import GIB, Estimate
@@ -13,11 +13,12 @@ from gpt4d.planner.stages import PipelineEstimate
 from gpt4d.planner.topology import usable_gib
 from gpt4d.planner.workload import grids
 from gpt4d.validation import validate
-from tests.grids import bytes_planned, bytes_sent, full, train_in_rank
 from tests.planner.test_memory import GEMMA3, LLAMA, MODEL, check_peak
 from tests.planner.test_pipelines import peak_of_stage
 from tests.planner.test_search import ask
 from tests.planner.test_step import PRODUCTS, config
+from tests.support.grids import bytes_planned, bytes_sent, full, train_in_rank
+from tests.support.settings import configured
 
 SHORT = "train.steps=2", "train.seq_len=16", "model.max_positions=16"
 RING = "parallel.context_exchange=ring"
@@ -124,7 +125,7 @@ def test_ranks_that_share_samples_share_the_products_equally(attention_tflops, w
 @pytest.mark.parametrize("rank_order", ["xy", "yx"])
 def test_a_group_spans_z_and_then_data(rank_order):
     """On nodes of four devices, two ranks of z share samples inside a node, and four ranks between two nodes."""
-    machine, sizes = compose(["cluster=perlmutter"]).cluster, GridSizes(2, 1, 2, 4)
+    machine, sizes = configured(["cluster=perlmutter"]).cluster, GridSizes(2, 1, 2, 4)
     inside, between = (Links(machine, sizes, rank_order, context=context) for context in (2, 4))
     assert not inside.speeds["all_gather", "context"].across and between.speeds["all_gather", "context"].across
     assert inside.speeds["all_gather", "context"] == inside.speeds["all_gather", "z"]
@@ -140,16 +141,16 @@ FEW = (*MODEL, "model.vocab_size=300", "train.seq_len=32", "parallel.pipeline.st
 
 def test_ranks_share_samples_if_there_are_fewer_samples_than_shards_of_the_batch():
     words = *FEW, "train.batch_size=2"
-    plans = rank(compose([*words]), 8).plans
+    plans = rank(configured([*words]), 8).plans
     assert {plan.sizes for plan in plans} == {sizes for sizes in grids(8) if sizes.x < 8}
     for plan in plans:
         assert plan.context == max(1, plan.sizes.batch_shards // 2)
         assert (f"parallel.context={plan.context}" in plan.overrides) == (plan.context > 1)
-        assert validate(compose([*words, *plan.overrides]), 8).sizes == plan.sizes
+        assert validate(configured([*words, *plan.overrides]), 8).sizes == plan.sizes
 
 
 def test_ranks_share_samples_if_a_step_does_not_fit_otherwise():
-    config = compose(LONG)
+    config = configured(LONG)
     plan = next(plan for plan in rank(config, 8).plans if plan.sizes == GridSizes(z=8))
     assert plan.context > 1 and plan.memory_gib <= usable_gib(config.cluster)
     fewer = replace(config, parallel=replace(config.parallel, context=plan.context // 2))
@@ -160,23 +161,23 @@ def test_ranks_share_samples_if_a_step_does_not_fit_otherwise():
 
 def test_more_ranks_share_samples_if_that_saves_recomputation():
     key = "train.activation_checkpointing"
-    plan = next(plan for plan in rank(compose(LONG), 8, keys=[key]).plans if plan.sizes == GridSizes(z=8))
+    plan = next(plan for plan in rank(configured(LONG), 8, keys=[key]).plans if plan.sizes == GridSizes(z=8))
     assert plan.context > 1 and key not in plan.options
-    assert plan.step_time_s < Estimate(compose([*LONG, f"{key}=full"]), plan.sizes).plan(1).step_time_s
+    assert plan.step_time_s < Estimate(configured([*LONG, f"{key}=full"]), plan.sizes).plan(1).step_time_s
 
 
 def test_two_stages_share_samples_if_there_are_too_few():
     words = *FEW[:-1], "train.batch_size=2", "parallel.pipeline.stages=2", "train.steps=1"
-    plans = rank(compose([*words]), 8).plans
+    plans = rank(configured([*words]), 8).plans
     assert any(plan.context > 1 for plan in plans)
     for plan in plans:
-        checked = validate(compose([*words, *plan.overrides]), 8)
+        checked = validate(configured([*words, *plan.overrides]), 8)
         assert tuple(stage.sizes for stage in checked.stages) == plan.stages
         assert checked.config.parallel.context == plan.context
 
 
 def test_auto_and_the_command_choose_the_ranks_that_share_samples():
-    plan = validate(compose([*FEW, "train.batch_size=1", "parallel.mode=auto"]), 4)
+    plan = validate(configured([*FEW, "train.batch_size=1", "parallel.mode=auto"]), 4)
     assert plan.config.parallel.context == plan.sizes.batch_shards
     answer = ask(*FEW, "train.batch_size=1", "world_size=4")
     assert "1x1x4x1 with context 4" in answer and "parallel.context=4" in answer
@@ -191,7 +192,7 @@ def test_a_length_without_positions_names_the_setting():
 
 def test_the_planner_chooses_the_faster_exchange():
     long = "model=llama_tiny", "model.max_positions=2048", "train.seq_len=2048", "train.batch_size=1", "cluster=local"
-    config = compose([*long, "parallel.pipeline.stages=1", "cluster.levels=[{group_gb_s: 0.5}]"])
+    config = configured([*long, "parallel.pipeline.stages=1", "cluster.levels=[{group_gb_s: 0.5}]"])
     (best,) = rank(config, 4, top=1).plans
     assert best.choice["context_exchange"] == "ring"
     gathered = Estimate(config, best.sizes, choice={**best.choice, "context_exchange": "all_gather"})

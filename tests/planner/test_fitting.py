@@ -4,14 +4,15 @@ import re
 
 import pytest
 
-from gpt4d.config import ConfigError, compose
+from gpt4d.config import ConfigError
 from gpt4d.planner.estimate import GIB
 from gpt4d.planner.fitting import fit
 from gpt4d.planner.resolve import resolve
 from gpt4d.planner.stages import PipelineEstimate
 from gpt4d.planner.topology import usable_gib
 from gpt4d.validation import validate
-from tests.jobs import run_command
+from tests.support.jobs import run_command
+from tests.support.settings import configured
 
 LARGE = ["model=gpt_1b3", "cluster=perlmutter"]
 SMALL = ["cluster=local", "cluster.reserved_gib=0", "cluster.margin=0", "train.batch_size=16"]
@@ -21,34 +22,34 @@ def test_a_run_that_does_not_fit_names_the_change_that_does():
     with pytest.raises(
         ConfigError, match=r"model=gpt_1b3: a step needs 4.* GiB of a device, and one of perlmutter has 40"
     ) as error:
-        validate(compose(LARGE), 1)
+        validate(configured(LARGE), 1)
     change = re.search(r"; set (\S+) \(planned", str(error.value))
     assert change, error.value
-    assert validate(compose([*LARGE, change[1]]), 1)
+    assert validate(configured([*LARGE, change[1]]), 1)
 
 
 def test_a_run_that_no_setting_helps_names_the_fewest_devices_and_their_grid():
     with pytest.raises(ConfigError, match=r"use (\d+) device\(s\), the fewest that suffice, with (.*)$") as error:
-        validate(compose(["model=gpt_20b", "cluster=perlmutter", "train.activation_checkpointing=full"]), 1)
+        validate(configured(["model=gpt_20b", "cluster=perlmutter", "train.activation_checkpointing=full"]), 1)
     found = re.search(r"use (\d+) device\(s\), the fewest that suffice, with (.*)$", str(error.value))
     assert found
     words = ["model=gpt_20b", "cluster=perlmutter", "train.activation_checkpointing=full", *found[2].split()]
-    assert validate(compose(words), int(found[1]))
+    assert validate(configured(words), int(found[1]))
 
 
 @pytest.mark.parametrize("stages", ["1", "2"])
 def test_every_change_fits_on_the_same_devices(stages):
     words = [*SMALL, f"parallel.pipeline.stages={stages}"]
-    config = compose(words)
+    config = configured(words)
     needed = max(PipelineEstimate.of(resolve(config, 2)).memory_gib)
     tight = [*words, f"cluster.memory_gib={0.6 * needed}"]
-    config = compose(tight)
+    config = configured(tight)
     answer = fit(resolve(config, 2), config.cluster)
     assert not answer.fits and answer.plan.memory_gib == pytest.approx(needed)
     changes = answer.changes()
     assert changes
     for change in changes:
-        changed = compose([*tight, *(f"{key}={value}" for key, value in change.settings.items())])
+        changed = configured([*tight, *(f"{key}={value}" for key, value in change.settings.items())])
         planned = max(PipelineEstimate.of(validate(changed, 2)).memory_gib)
         assert planned <= usable_gib(changed.cluster) + 1 / GIB
         assert planned == pytest.approx(change.plan.memory_gib)
@@ -56,7 +57,7 @@ def test_every_change_fits_on_the_same_devices(stages):
 
 def test_a_machine_that_is_too_small_for_any_number_names_another():
     with pytest.raises(ConfigError, match=r"no number of its devices suffices; \d+ device\(s\) of cluster=dgx_h100 do"):
-        validate(compose(["model=gpt_80b", "cluster=local", "cluster.memory_gib=null", "cluster.host_gib=23"]), 1)
+        validate(configured(["model=gpt_80b", "cluster=local", "cluster.memory_gib=null", "cluster.host_gib=23"]), 1)
 
 
 def test_train_py_ends_before_it_prepares_anything(ranks, tmp_path):

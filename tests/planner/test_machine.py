@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpt4d.config import LevelConfig, compose, machine
+from gpt4d.config import LevelConfig, machine
 from gpt4d.config.cluster import check_cluster
 from gpt4d.config.machine import MachineFacts, describe, ranks_and_nodes
 from gpt4d.measuring import summary
@@ -13,6 +13,7 @@ from gpt4d.planner.workload import compute_bytes
 from gpt4d.step import build_stage
 from gpt4d.validation import validate
 from tests.planner.test_search import ask
+from tests.support.settings import configured
 
 H100 = MachineFacts(1000, 8, 2, "NVIDIA H100 80GB HBM3", 79.19, 8)
 
@@ -112,28 +113,30 @@ def test_the_smallest_limit_of_the_control_groups_counts(tmp_path):
 
 def test_the_machine_is_detected_unless_set(monkeypatch):
     monkeypatch.setattr(machine, "this_machine", lambda: describe(H100))
-    assert compose([]).cluster == describe(H100)
-    changed = compose(["cluster.memory_gib=40", "cluster.levels=[{ranks: 2}]"]).cluster
+    assert configured([]).cluster == describe(H100)
+    changed = configured(["cluster.memory_gib=40", "cluster.levels=[{ranks: 2}]"]).cluster
     assert (changed.memory_gib, changed.device, changed.levels) == (40, "cuda", [LevelConfig(2)])
-    assert compose(["cluster=local"]).cluster.name == "local"
+    assert configured(["cluster=local"]).cluster.name == "local"
 
 
 def test_a_run_on_a_detected_gpu_is_planned_in_bf16_with_the_memory_of_that_gpu(monkeypatch):
     monkeypatch.setattr(machine, "this_machine", lambda: describe(H100))
-    plan = validate(compose(["model=gpt_125m", "train.batch_size=8", "train.micro_batch_size=1"]), 1)
+    plan = validate(configured(["model=gpt_125m", "train.batch_size=8", "train.micro_batch_size=1"]), 1)
     parallel = plan.config.parallel
     assert compute_bytes(plan.config) == 2 and (parallel.cache_layers, parallel.cache_scope) == ("all", "step")
-    local = validate(compose(["model=gpt_125m", "train.batch_size=8", "train.micro_batch_size=1", "cluster=local"]), 1)
+    local = validate(
+        configured(["model=gpt_125m", "train.batch_size=8", "train.micro_batch_size=1", "cluster=local"]), 1
+    )
     assert compute_bytes(local.config) == 4 and local.config.parallel.cache_layers == 0
 
 
 def test_a_run_on_another_device_than_its_cluster_says_so():
     words = ["model.layers=1", "train.batch_size=2"]
-    stage = build_stage(compose(words), Grid.single_device(), torch.device("meta"), initialized=False)
+    stage = build_stage(configured(words), Grid.single_device(), torch.device("meta"), initialized=False)
     stage.weights.device = torch.device("cuda")
-    other = summary(validate(compose([*words, "cluster=local"]), 1), stage)
+    other = summary(validate(configured([*words, "cluster=local"]), 1), stage)
     assert "\ncluster.device=cpu: the ranks use cuda, so" in other and other.count("leave out cluster") == 1
-    assert "cluster.device" not in summary(validate(compose([*words, "cluster=dgx_h100"]), 1), stage)
+    assert "cluster.device" not in summary(validate(configured([*words, "cluster=dgx_h100"]), 1), stage)
 
 
 def test_the_planner_says_that_it_plans_for_this_machine():

@@ -6,7 +6,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from gpt4d.config import Config, GridSizes, compose
+from benchmarks.laboratory.memory import allocated_peak
+from gpt4d.config import Config, GridSizes
 from gpt4d.model import registry
 from gpt4d.model.unet.config import UNetConfig
 from gpt4d.parallel.grid import Grid
@@ -14,8 +15,8 @@ from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.planner.estimate import GIB, Estimate
 from gpt4d.planner.workload import training_state
 from gpt4d.step import TrainStep, build_stage
-from gpt4d.testing.memory import allocated_peak
-from tests.grids import full, grid_name, token_loss
+from tests.support.grids import full, grid_name, token_loss
+from tests.support.settings import configured
 
 U_NET = (
     "model=unet_tiny",
@@ -91,7 +92,7 @@ def memory_peak(run_step: Callable[[], None]) -> int:
 @pytest.mark.parametrize("shard", [False, True])
 def test_weights_gradients_and_states_take_what_the_layouts_say(ranks, sizes, shard):
     # The full gradients, before their reduction over data: no bucket is reduced during the backward.
-    config = compose([*MODEL, f"optim.shard_states={shard}", "train.batch_size=8", "parallel.overlap.data=false"])
+    config = configured([*MODEL, f"optim.shard_states={shard}", "train.batch_size=8", "parallel.overlap.data=false"])
     for taken in ranks.run(sizes.devices, state_taken, config, sizes):
         assert taken == training_state(registry.describe(config.model), sizes, config.optim)
 
@@ -215,7 +216,7 @@ def test_the_peak_of_a_step_of_a_random_plan_is_predicted_within_10_percent(rank
 
 
 def check_peak(ranks, sizes, overrides):
-    config = compose([*overrides, "cluster.reserved_gib=0"])
+    config = configured([*overrides, "cluster.reserved_gib=0"])
     state = training_state(registry.describe_run(config), sizes, config.optim)
     taken = max(ranks.run(sizes.devices, peak_taken, config, sizes)) + state["weights"] + state["optimizer"]
     estimate = Estimate(config, sizes)

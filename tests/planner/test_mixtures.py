@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from gpt4d.config import ClusterConfig, Config, ConfigError, GridSizes, LevelConfig, MeasuredConfig, compose
+from gpt4d.config import ClusterConfig, Config, ConfigError, GridSizes, LevelConfig, MeasuredConfig
 from gpt4d.parallel.layers import experts, routing
 from gpt4d.planner import recording
 from gpt4d.planner.capacity import largest_micro_batch
@@ -22,10 +22,11 @@ from gpt4d.planner.stages import PipelineEstimate
 from gpt4d.planner.topology import ALL_TO_ALL, RankSpan, exchange_speed
 from gpt4d.planner.workload import grids, training_state
 from gpt4d.validation import validate
-from tests.grids import full
 from tests.planner.test_memory import check_peak, peak_taken
 from tests.planner.test_pipelines import bytes_of_a_step
 from tests.planner.test_search import ask
+from tests.support.grids import full
+from tests.support.settings import configured
 
 MODEL = (
     "model=moe_tiny", "model.hidden=32", "model.head_size=8", "model.inner=24", "model.vocab_size=320",
@@ -87,7 +88,7 @@ def replayed(rows: list, own: int) -> Iterator[None]:
     ids=str,
 )
 def test_ranks_send_the_planned_bytes_of_their_routing(ranks, world_size, settings):
-    config = compose([*MODEL, *settings])
+    config = configured([*MODEL, *settings])
     plan = validate(config, world_size)
     estimate = PipelineEstimate.of(plan)
     answers = ranks.run(world_size, recorded_step, config, world_size)
@@ -139,7 +140,7 @@ def peak_of_few_experts(config: Config, sizes: GridSizes, count: int) -> int:
 def test_the_busiest_device_needs_the_memory_of_its_imbalance(ranks):
     sizes, z = GridSizes(1, 1, 4, 1), 4
     words = [*LARGER, "cluster.reserved_gib=0", "train.batch_size=16", "model.layers=2"]
-    config, even = compose([*words, f"model.imbalance={z}"]), compose(words)
+    config, even = configured([*words, f"model.imbalance={z}"]), configured(words)
     taken = max(ranks.run(z, peak_of_few_experts, config, sizes, 2))
     estimate, balanced = Estimate(config, sizes), Estimate(even, sizes)
     state = training_state(estimate.description, sizes, config.optim)
@@ -151,7 +152,7 @@ def test_the_busiest_device_needs_the_memory_of_its_imbalance(ranks):
 def test_an_imbalance_costs_time_only_if_z_splits_the_experts():
     for sizes, slower in ((GridSizes(1, 1, 4, 1), True), (GridSizes(2, 2, 1, 1), False)):
         one, three = (
-            Estimate(compose([*MODEL, "cluster=perlmutter", f"model.imbalance={factor}"]), sizes).plan(1)
+            Estimate(configured([*MODEL, "cluster=perlmutter", f"model.imbalance={factor}"]), sizes).plan(1)
             for factor in (1, 3)
         )
         assert (three.compute_s > one.compute_s, three.memory_gib > one.memory_gib) == (slower, slower)
@@ -213,7 +214,7 @@ def test_an_exchange_ends_when_the_larger_direction_has_ended():
 
 def test_the_search_splits_experts_over_z_where_that_is_fastest():
     words = ["model=olmoe_7b", "model.layers=4", "train.batch_size=16", "train.seq_len=2048", PIPELINE + "stages=1"]
-    config = compose([*words, "cluster=perlmutter", "cluster.memory_gib=24"])
+    config = configured([*words, "cluster=perlmutter", "cluster.memory_gib=24"])
     best, times = rank(config, 4).plans[0], {}
     for sizes in grids(4):
         estimate = Estimate(config, sizes)
@@ -224,7 +225,7 @@ def test_the_search_splits_experts_over_z_where_that_is_fastest():
 
 
 def test_the_values_of_z_that_divide_the_experts_are_named():
-    config = compose([*MODEL, "model.experts=12", "model.hidden=48", "parallel.gz=8", "train.batch_size=8"])
+    config = configured([*MODEL, "model.experts=12", "model.hidden=48", "parallel.gz=8", "train.batch_size=8"])
     with pytest.raises(ConfigError, match=r"parallel.gz=8: does not divide model.experts=12; use one of 1, 2, 3, 4, 6"):
         validate(config, 8)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpt4d.config import ConfigError, GridSizes, compose, grid_problem
+from gpt4d.config import ConfigError, GridSizes, grid_problem
 from gpt4d.model import registry
 from gpt4d.planner.capacity import estimate_of, fewest_devices, least_gib
 from gpt4d.planner.estimate import Estimate
@@ -15,6 +15,7 @@ from gpt4d.planner.search import rank, with_fewer_options
 from gpt4d.planner.topology import usable_gib
 from gpt4d.planner.workload import grids, micro_batch_sizes
 from tests.planner.test_search import ask
+from tests.support.settings import configured
 
 LLAMA = ["model=llama3_8b", "cluster=perlmutter", "train.batch_size=64", "parallel.pipeline.stages=1"]
 GPT = ["model=gpt_tiny", "model.vocab_size=4096", "cluster=local", "train.batch_size=16"]
@@ -22,26 +23,26 @@ SMALL = [*GPT, "parallel.pipeline.stages=1"]
 
 
 def test_options_that_the_user_sets_are_not_searched():
-    assert open_keys(compose([]), []) == list(KEYS)
+    assert open_keys(configured([]), []) == list(KEYS)
     words = ["train.loss_chunks=1", "optim.shard_states=true"]
-    assert open_keys(compose(words), words) == ["train.activation_checkpointing"]
-    config = compose(["train.loss_chunks=2"])
+    assert open_keys(configured(words), words) == ["train.activation_checkpointing"]
+    config = configured(["train.loss_chunks=2"])
     assert [level.options for level in levels(config, open_keys(config))][1] == {"optim.shard_states": True}
 
 
 def test_options_that_a_model_has_not_are_not_searched():
-    config = compose(["model=unet_tiny"])
+    config = configured(["model=unet_tiny"])
     found = {key for level in levels(config, KEYS) for key in level.options}
     assert found == {"optim.shard_states", "train.activation_checkpointing"}
 
 
 def test_searched_options_make_a_step_faster_or_possible():
-    config = compose(LLAMA)
+    config = configured(LLAMA)
     (fixed, *_), (free, *_) = rank(config, 8, top=1).plans, rank(config, 8, top=1, keys=KEYS).plans
     assert free.step_time_s < fixed.step_time_s and free.options
     assert free.memory_gib <= usable_gib(config.cluster) == 38
     assert fewest_devices(config, 64, KEYS) < fewest_devices(config, 64)
-    chosen = compose([*LLAMA, *free.overrides])
+    chosen = configured([*LLAMA, *free.overrides])
     repeated = estimate_of(levels(chosen)[0], free.sizes).plan(free.micro_batch)
     assert repeated.step_time_s == pytest.approx(free.step_time_s)
     assert repeated.memory_gib == pytest.approx(free.memory_gib)
@@ -59,13 +60,13 @@ def test_a_search_describes_the_model_once_for_each_padding_and_option(monkeypat
         return describe(*arguments)
 
     monkeypatch.setattr(registry, "describe_run", record)
-    config = compose([*GPT, "cluster.memory_gib=0.5"])
+    config = configured([*GPT, "cluster.memory_gib=0.5"])
     assert rank(config, 4, keys=KEYS).plans
     assert len(described) == len(set(described)) > 2
 
 
 def test_the_levels_of_a_search_share_equal_descriptions_only():
-    choices, grid = levels(compose(SMALL), KEYS), [GridSizes(3)]
+    choices, grid = levels(configured(SMALL), KEYS), [GridSizes(3)]
     assert len({id(level.description) for level in choices}) == 2, "only parts of the loss change the description"
     for level in choices:
         for choice in ({}, {"replicated_layers": 1}, {"replicated_layers": 2}):
@@ -74,7 +75,7 @@ def test_the_levels_of_a_search_share_equal_descriptions_only():
 
 
 def test_a_plan_without_its_options_is_estimated_with_the_same_unsharded_blocks():
-    choices, sizes, choice = levels(compose(SMALL), KEYS), GridSizes(1, 1, 4, 1), {"replicated_layers": 2}
+    choices, sizes, choice = levels(configured(SMALL), KEYS), GridSizes(1, 1, 4, 1), {"replicated_layers": 2}
     plan = with_fewer_options(Estimate(choices[-1].config, sizes, None, choice, choices[-1].options).plan(4), choices)
     assert plan.choice == choice and plan.options != choices[-1].options
     chosen = with_settings(choices[0].config, plan.options)
@@ -82,13 +83,13 @@ def test_a_plan_without_its_options_is_estimated_with_the_same_unsharded_blocks(
 
 
 def test_a_plan_has_no_option_that_it_does_not_need():
-    plan = rank(compose([*SMALL, "cluster.memory_gib=64"]), 1, keys=KEYS).plans[0]
+    plan = rank(configured([*SMALL, "cluster.memory_gib=64"]), 1, keys=KEYS).plans[0]
     assert not plan.options
 
 
 @pytest.mark.parametrize("keys", [(), KEYS], ids=["fixed", "searched"])
 def test_at_least_is_the_minimum_over_everything_that_is_searched(keys):
-    config = compose([*SMALL, "cluster.memory_gib=0.41"])
+    config = configured([*SMALL, "cluster.memory_gib=0.41"])
     ranking, needed = rank(config, 4, keys=keys), []
     assert not ranking.plans
     for level in levels(config, keys):
@@ -119,7 +120,7 @@ def test_a_run_is_planned_in_hours_and_with_its_command():
 
 
 def test_a_command_starts_as_the_machine_requires():
-    cluster = compose(["cluster=dgx_h100"]).cluster
+    cluster = configured(["cluster=dgx_h100"]).cluster
     words = ["cluster=dgx_h100", "data.path=my books/*.txt", "parallel.mode=auto", "train.micro_batch_size=8"]
     assert command(cluster, 8, words, ["train.micro_batch_size=2"]) == (
         "torchrun --nproc-per-node 8 train.py cluster=dgx_h100 'data.path=my books/*.txt' train.micro_batch_size=2"
@@ -128,7 +129,7 @@ def test_a_command_starts_as_the_machine_requires():
         "sbatch --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 scripts/slurm/generic.sh"
     )
     assert command(cluster, 1, [], []) == "python train.py"
-    frontier = compose(["cluster=frontier"]).cluster
+    frontier = configured(["cluster=frontier"]).cluster
     assert command(frontier, 16, [], []) == "sbatch --nodes=2 scripts/slurm/frontier.sh"
     assert command(frontier, 2, [], []) == (
         "sbatch --nodes=1 --ntasks-per-node=2 --gpus-per-node=2 scripts/slurm/frontier.sh"
@@ -176,7 +177,7 @@ def test_help_names_every_argument():
 
 
 def test_shared_memory_of_a_node_does_not_grow_with_its_processes():
-    config = compose(["cluster=local", "cluster.memory_gib=null", "cluster.host_gib=8", "model=gpt_1b3"])
+    config = configured(["cluster=local", "cluster.memory_gib=null", "cluster.host_gib=8", "model=gpt_1b3"])
     assert fewest_devices(config, 4096, KEYS) is None
     with pytest.raises(ConfigError, match=r"use a machine with more memory \(cluster=NAME\)"):
         rank(config, 8, keys=KEYS).check(config, 8)
@@ -197,7 +198,7 @@ def test_bars_of_the_picture_end_at_the_step_time(tmp_path, monkeypatch):
         return barh(self, places, widths, left=left, **more)
 
     monkeypatch.setattr(Axes, "barh", record)
-    config = compose(["cluster=local", "train.batch_size=16", "parallel.pipeline.stages=2"])
+    config = configured(["cluster=local", "train.batch_size=16", "parallel.pipeline.stages=2"])
     plans = rank(config, 2).plans
     assert any(plan.idle_s > 0 for plan in plans)
     tables.plot(plans, "title", tmp_path / "plan.png")

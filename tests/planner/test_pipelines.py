@@ -10,7 +10,6 @@ from gpt4d.config import (
     Config,
     ConfigError,
     GridSizes,
-    compose,
     divisors,
     grid_problem,
     possible_microbatches,
@@ -26,9 +25,10 @@ from gpt4d.planner.topology import for_devices, usable_gib
 from gpt4d.planner.workload import grids, training_state
 from gpt4d.step import TrainStep
 from gpt4d.validation import validate
-from tests.grids import full
 from tests.planner.test_memory import memory_peak
-from tests.stages import RandomTokens, own_stage
+from tests.support.grids import full
+from tests.support.settings import configured
+from tests.support.stages import RandomTokens, own_stage
 
 PIPELINE = "parallel.pipeline."
 MODEL = (
@@ -92,7 +92,7 @@ def peak_of_stage(config: Config, world_size: int) -> tuple[int, int]:
 def test_the_peak_of_each_stage_is_predicted_within_10_percent(ranks, world_size, settings):
     group = {"layers": "model.", "activation_checkpointing": "train.", "algorithm": "optim."}
     settings = [group.get(setting.partition("=")[0], PIPELINE) + setting for setting in settings]
-    config = compose([*MODEL, *settings, "train.seq_len=32"])
+    config = configured([*MODEL, *settings, "train.seq_len=32"])
     planned = PipelineEstimate.of(validate(config, world_size)).memory_gib
     taken: dict[int, int] = {}
     for index, nbytes in ranks.run(world_size, peak_of_stage, config, world_size):
@@ -108,7 +108,7 @@ def test_the_memory_of_a_1f1b_pipeline_does_not_depend_on_the_number_of_microbat
     taken, planned = {}, {}
     for count in (8, 64):
         sizes = [f"train.batch_size={count}", f"{PIPELINE}microbatches={count}", f"{PIPELINE}stages=2"]
-        config = compose([*MODEL, *words, *sizes, "train.seq_len=256"])
+        config = configured([*MODEL, *words, *sizes, "train.seq_len=256"])
         planned[count] = [gib * GIB for gib in PipelineEstimate.of(validate(config, 2)).memory_gib]
         taken[count] = [nbytes for _, nbytes in sorted(ranks.run(2, peak_of_stage, config, 2))]
     assert planned[64] == pytest.approx(planned[8]) and taken[64] == pytest.approx(taken[8], rel=0.02)
@@ -126,7 +126,7 @@ def test_the_memory_of_a_1f1b_pipeline_does_not_depend_on_the_number_of_microbat
     ids=["one stage", "neighbors", "tied embedding", "interleaved"],
 )
 def test_links_between_stages_take_memory(stages, settings, links):
-    config = compose([*MODEL, "model=llama_tiny", *settings, f"{PIPELINE}stages={stages}", "train.batch_size=12"])
+    config = configured([*MODEL, "model=llama_tiny", *settings, f"{PIPELINE}stages={stages}", "train.batch_size=12"])
     plan = validate(config, stages)
     without = PipelineEstimate.of(plan)
     estimate = PipelineEstimate.of(plan, replace(config, cluster=replace(config.cluster, communicator_gib=0.5)))
@@ -168,7 +168,7 @@ def bytes_of_a_step(config: Config, world_size: int) -> dict[str, float]:
 )
 def test_links_between_stages_and_axes_send_the_planned_bytes(ranks, world_size, settings):
     stages = 3 if world_size == 3 else 2
-    config = compose([*MODEL, *settings, PIPELINE + f"stages={stages}", "train.batch_size=24", "train.seq_len=32"])
+    config = configured([*MODEL, *settings, PIPELINE + f"stages={stages}", "train.batch_size=24", "train.seq_len=32"])
     plan = validate(config, world_size)
     estimate = PipelineEstimate.of(plan)
     links = estimate.link_bytes
@@ -193,7 +193,7 @@ def test_weight_gradients_computed_by_themselves_hide_no_sums_of_outputs(grid):
         PIPELINE + f"stage_grids=[{grid},{grid}]",
     ]
     whole, split = (
-        PipelineEstimate.of(validate(compose([*settings, PIPELINE + f"schedule={name}"]), 4)).costs
+        PipelineEstimate.of(validate(configured([*settings, PIPELINE + f"schedule={name}"]), 4)).costs
         for name in ("1f1b", "zb_h1")
     )
     for stage in range(2):
@@ -227,28 +227,28 @@ def brute_force(config: Config, devices: int) -> float:
 
 @pytest.mark.parametrize("extra", [[], ["cluster.operation_us=200"], ["cluster.memory_gib=0.005"]], ids=str)
 def test_the_search_is_as_good_as_trying_everything(extra):
-    config = compose([*SLOW, *extra, PIPELINE + "schedule=eager_1f1b"])
+    config = configured([*SLOW, *extra, PIPELINE + "schedule=eager_1f1b"])
     found = min(plan.step_time_s for plan in rank(config, 4).plans if plan.pipeline)
     assert found <= 1.02 * brute_force(config, 4)
 
 
 def test_stages_are_chosen_where_the_links_between_nodes_are_slow():
-    ranking = rank(compose(SLOW), 4)
+    ranking = rank(configured(SLOW), 4)
     best = ranking.plans[0]
     assert best.pipeline and best.pipeline.stages == len(best.stages) > 1
-    chosen = validate(compose([*SLOW, *best.overrides]), 4)
+    chosen = validate(configured([*SLOW, *best.overrides]), 4)
     assert [stage.sizes for stage in chosen.stages] == [*best.stages]
     assert chosen.microbatches == best.pipeline.microbatches
-    automatic = validate(compose([*SLOW, "parallel.mode=auto"]), 4)
+    automatic = validate(configured([*SLOW, "parallel.mode=auto"]), 4)
     assert automatic.stages == chosen.stages and automatic.candidates[0].startswith(best.grid)
 
 
 def test_what_the_configuration_sets_stays():
     settings = [PIPELINE + "stages=2", PIPELINE + "schedule=gpipe", PIPELINE + "microbatches=4"]
-    for plan in rank(compose([*SLOW, *settings]), 4).plans:
+    for plan in rank(configured([*SLOW, *settings]), 4).plans:
         assert len(plan.stages) == 2 and plan.pipeline.schedule == "gpipe" and plan.pipeline.microbatches == 4
-    assert not any(plan.pipeline for plan in rank(compose([*SLOW, PIPELINE + "stages=1"]), 4).plans)
-    assert not any(plan.pipeline for plan in rank(compose([*SLOW, "train.micro_batch_size=4"]), 4).plans)
+    assert not any(plan.pipeline for plan in rank(configured([*SLOW, PIPELINE + "stages=1"]), 4).plans)
+    assert not any(plan.pipeline for plan in rank(configured([*SLOW, "train.micro_batch_size=4"]), 4).plans)
 
 
 @pytest.mark.parametrize(
@@ -261,11 +261,11 @@ def test_what_the_configuration_sets_stays():
 )
 def test_settings_that_the_planner_cannot_follow_are_named(settings, message):
     with pytest.raises(ConfigError, match=message):
-        validate(compose([*SLOW, "parallel.mode=auto", *(PIPELINE + setting for setting in settings)]), 4)
+        validate(configured([*SLOW, "parallel.mode=auto", *(PIPELINE + setting for setting in settings)]), 4)
 
 
 def test_a_step_is_what_its_stages_take_and_what_they_wait():
-    config = compose([*SLOW, PIPELINE + "stages=2", PIPELINE + "schedule=1f1b", PIPELINE + "microbatches=16"])
+    config = configured([*SLOW, PIPELINE + "stages=2", PIPELINE + "schedule=1f1b", PIPELINE + "microbatches=16"])
     for plan in rank(config, 4).plans:
         exposed = sum(axis["exposed_s"] for axis in plan.comm.values())
         assert plan.compute_s + exposed + plan.idle_s == pytest.approx(plan.step_time_s)
@@ -287,7 +287,7 @@ def test_a_step_is_what_its_stages_take_and_what_they_wait():
 )
 def test_a_transfer_takes_what_the_busiest_link_carries(source, target, seconds):
     levels = "[{ranks: 4, group_gb_s: 1e-3, latency_us: 0}, {ranks: 2, group_gb_s: 1e-2, latency_us: 0}]"
-    cluster = compose([f"cluster.levels={levels}"]).cluster
+    cluster = configured([f"cluster.levels={levels}"]).cluster
     first, second = (StagePlan(0, rank, GridSizes(*sizes), ()) for rank, sizes in (source, target))
     assert transfer_seconds(cluster, first, second, 8_000_000) == pytest.approx(seconds)
 
@@ -297,7 +297,7 @@ def test_buffers_of_cuda_graphs_take_memory_in_pipelines(stages, tied, buffers):
     words = [*SLOW, f"model.tied={tied}", f"{PIPELINE}stages={stages}", "train.batch_size=12", "train.cuda_graphs=true"]
     if stages > 1:
         words.append(f"{PIPELINE}microbatches=6")
-    plan = validate(compose([*words, "model=llama_tiny"]), stages)
+    plan = validate(configured([*words, "model=llama_tiny"]), stages)
     estimate, train = PipelineEstimate.of(plan), plan.config.train
     without = PipelineEstimate.of(plan, replace(plan.config, train=replace(train, cuda_graphs=False)))
     crossing = 2 * 2 * train.seq_len * 64 * 2  # a tensor of two sequences in bf16, and its copy

@@ -2,12 +2,13 @@
 
 import pytest
 
-from gpt4d.config import GridSizes, compose
+from gpt4d.config import GridSizes
 from gpt4d.model import registry
 from gpt4d.planner import recording
 from gpt4d.planner.device import Links
 from gpt4d.planner.recording import Settings, few_blocks, recording_of
 from gpt4d.planner.step import StepWalk
+from tests.support.settings import configured
 
 MODELS = {
     "gpt2": ["model=gpt_tiny", "model.layers=7"],
@@ -36,7 +37,7 @@ def walked(description, config) -> tuple[float, ...]:
 def test_all_blocks_do_what_a_few_have_recorded(monkeypatch, model, settings):
     if model == "unet":
         settings = [word for word in settings if not word.startswith("parallel.sequence_parallel")]
-    config = compose([*MODELS[model], *settings, "cluster=perlmutter"])
+    config = configured([*MODELS[model], *settings, "cluster=perlmutter"])
     whole = registry.describe_run(config, [GRID])
     # The model, and a stage of two parts.
     for description in (whole, whole.stage([(1, 4), (5, len(whole.units))])):
@@ -47,14 +48,14 @@ def test_all_blocks_do_what_a_few_have_recorded(monkeypatch, model, settings):
 
 
 def test_three_of_many_equal_blocks_are_recorded():
-    config = compose(["model=gpt_80b"])
+    config = configured(["model=gpt_80b"])
     description = registry.describe_run(config)
     assert few_blocks(description, description) == ["blocks.0", "blocks.1", "blocks.2"]
     assert few_blocks(description.with_blocks(["blocks.5", "blocks.30"]), description) == ["blocks.0", "blocks.1"]
 
 
 def test_grids_that_differ_in_z_and_data_share_a_recording():
-    config = compose(["model=gpt_tiny"])
+    config = configured(["model=gpt_tiny"])
     description, before = registry.describe_run(config), recording.recorded_segments.cache_info().misses
     for sizes in (GridSizes(2, 2), GridSizes(2, 2, 4, 1), GridSizes(2, 2, 1, 8)):
         recording_of(description, ["blocks.0", "blocks.1"], Settings.of(config, sizes, micro_batch=1))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpt4d.config import ConfigError, GridSizes, compose
+from gpt4d.config import ConfigError, GridSizes
 from gpt4d.model import registry
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.stage_plan import ranks_in_grid_order
@@ -15,6 +15,7 @@ from gpt4d.planner.search import rank
 from gpt4d.planner.topology import spans
 from gpt4d.step import build_stage
 from gpt4d.validation import validate
+from tests.support.settings import configured
 
 PAIRS = ("model=gpt_tiny", "cluster.levels=[{ranks: 4, group_gb_s: 1}, {ranks: 2, group_gb_s: 50}]", "model.heads=8")
 
@@ -34,7 +35,7 @@ def test_each_rank_is_as_far_from_its_neighbors_as_the_planner_assumes(rank_orde
 
 def test_every_rank_belongs_to_one_stage_of_consecutive_ranks():
     pipeline = ["parallel.pipeline.stages=2", "parallel.pipeline.stage_grids=[2x2x1x1,1x2x1x1]"]
-    plan = validate(compose([*PAIRS, *pipeline, "parallel.rank_order=yx"]), 6)
+    plan = validate(configured([*PAIRS, *pipeline, "parallel.rank_order=yx"]), 6)
     assert [stage.ranks for stage in plan.stages] == [(0, 2, 1, 3), (4, 5)]
     assert [plan.stage_of(member).index for member in range(6)] == [0, 0, 0, 0, 1, 1]
 
@@ -42,7 +43,7 @@ def test_every_rank_belongs_to_one_stage_of_consecutive_ranks():
 def test_the_plan_has_the_description_that_estimate_and_stage_use(monkeypatch):
     pipeline = ["parallel.pipeline.stages=2", "parallel.pipeline.stage_grids=[1x1x1x1,3x1x1x1]"]
     plan = validate(
-        compose(["model=gpt_tiny", "model.heads=6", "model.hidden=96", "train.loss_chunks=2", *pipeline]), 4
+        configured(["model=gpt_tiny", "model.heads=6", "model.hidden=96", "train.loss_chunks=2", *pipeline]), 4
     )
     assert plan.description.parameters == registry.describe_run(plan.config).parameters
     monkeypatch.setattr(registry, "describe_run", None)
@@ -52,35 +53,35 @@ def test_the_plan_has_the_description_that_estimate_and_stage_use(monkeypatch):
 
 
 def test_mode_atp_trains_on_the_given_mesh_in_the_faster_order():
-    plan = validate(compose([*PAIRS, "parallel.mode=atp", "parallel.d1=4", "parallel.d2=2"]), 8)
+    plan = validate(configured([*PAIRS, "parallel.mode=atp", "parallel.d1=4", "parallel.d2=2"]), 8)
     assert plan.sizes == GridSizes(4, 2) and plan.stages[0].ranks == (0, 2, 4, 6, 1, 3, 5, 7)
     assert (
         plan.candidates[0].startswith("DeviceMesh(4, 2) with consecutive ranks along d2 (")
         and len(plan.candidates) == 1
     )
     given = validate(
-        compose([*PAIRS, "parallel.mode=atp", "parallel.d1=4", "parallel.d2=2", "parallel.rank_order=xy"]), 8
+        configured([*PAIRS, "parallel.mode=atp", "parallel.d1=4", "parallel.d2=2", "parallel.rank_order=xy"]), 8
     )
     assert given.stages[0].ranks == tuple(range(8)) and "consecutive ranks along d1" in given.candidates[0]
 
 
 def test_mode_atp_chooses_the_mesh_with_the_least_communication():
-    config = compose([*PAIRS, "parallel.mode=atp"])
+    config = configured([*PAIRS, "parallel.mode=atp"])
     plan, meshes = validate(config, 8), atp.rank(config, 8)
     assert plan.sizes == GridSizes(*meshes[0].mesh) and plan.candidates[0].startswith(str(meshes[0]))
     assert [line.split(" (")[-1] for line in plan.candidates] == [
         f"{mesh.t_comm_s:.3g} s of all-reduces per step)" for mesh in meshes[:3]
     ]
     assert validate(plan.config, 8).stages == plan.stages
-    one_head = validate(compose([*PAIRS, "parallel.mode=atp", "model.heads=1"]), 8)
+    one_head = validate(configured([*PAIRS, "parallel.mode=atp", "model.heads=1"]), 8)
     assert one_head.sizes == GridSizes(1, 8), "all other meshes split the heads"
 
 
 def test_mode_atp_leaves_devices_to_z_and_data():
     words = (*PAIRS, "parallel.mode=atp", "parallel.gz=2")
-    assert validate(compose([*words, "parallel.d1=2", "parallel.d2=1"]), 8).sizes == GridSizes(2, 1, 2, 2)
-    assert validate(compose([*words, "parallel.d1=2"]), 8).sizes == GridSizes(2, 2, 2, 1)
-    assert validate(compose([*words, "parallel.d2=2", "parallel.gdata=2"]), 8).sizes == GridSizes(1, 2, 2, 2)
+    assert validate(configured([*words, "parallel.d1=2", "parallel.d2=1"]), 8).sizes == GridSizes(2, 1, 2, 2)
+    assert validate(configured([*words, "parallel.d1=2"]), 8).sizes == GridSizes(2, 2, 2, 1)
+    assert validate(configured([*words, "parallel.d2=2", "parallel.gdata=2"]), 8).sizes == GridSizes(1, 2, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -132,33 +133,33 @@ def test_mode_atp_leaves_devices_to_z_and_data():
 )
 def test_impossible_meshes_are_rejected_in_one_line(words, message):
     with pytest.raises(ConfigError, match=message) as error:
-        validate(compose(words), 8)
+        validate(configured(words), 8)
     assert "\n" not in str(error.value)
 
 
 def test_the_planner_puts_the_axis_of_more_traffic_inside_the_nodes():
     """A block sums 7h elements over y and 2h over x."""
-    config = compose([*PAIRS, "model.layers=8", "model.hidden=256", "train.batch_size=8", "model.vocab_size=256"])
+    config = configured([*PAIRS, "model.layers=8", "model.hidden=256", "train.batch_size=8", "model.vocab_size=256"])
     plans = [plan for plan in rank(config, 8).plans if plan.sizes == GridSizes(4, 2)]
     assert plans[0].choice == {"rank_order": "yx"} and plans[0].grid == "4x2x1x1 in rank order yx"
-    chosen = validate(compose([*PAIRS, *plans[0].overrides]), 8)
+    chosen = validate(configured([*PAIRS, *plans[0].overrides]), 8)
     assert chosen.stages[0].ranks == (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def test_a_mesh_that_is_chosen_has_a_microbatch_that_fits_and_one_that_is_given_keeps_its_own():
     words = ["cluster=local", "model=gpt_125m", "train.batch_size=64", "parallel.mode=atp"]
-    chosen = validate(compose(words), 8)
+    chosen = validate(configured(words), 8)
     assert Estimate(chosen.config, chosen.sizes).memory_gib(chosen.micro_batch_size(chosen.stages[0])) <= 8
     assert chosen.micro_batch_size(chosen.stages[0]) < 64
-    given = resolve(compose([*words, "parallel.d1=2", "parallel.d2=4"]), 8)
+    given = resolve(configured([*words, "parallel.d1=2", "parallel.d2=4"]), 8)
     assert given.micro_batch_size(given.stages[0]) == 64
 
 
 def test_a_measured_bandwidth_precedes_that_of_the_links():
     slow = ["cluster=ic1", "cluster.atp_gb_s={8x1: [0.1, null], 2x4: [0.2, 0.9]}", "parallel.mode=atp", "model.heads=8"]
-    modelled = atp.rank(compose(["cluster=ic1", "cluster.atp_gb_s=null", *slow[2:]]), 8)
+    modelled = atp.rank(configured(["cluster=ic1", "cluster.atp_gb_s=null", *slow[2:]]), 8)
     seconds = {plan.mesh: plan.t_comm_s for plan in modelled}
-    for plan in atp.rank(compose(slow), 8):
+    for plan in atp.rank(configured(slow), 8):
         assert (plan.t_comm_s > 1.5 * seconds[plan.mesh]) == (plan.mesh in [(8, 1), (2, 4)])
 
 
@@ -166,9 +167,9 @@ def test_a_measured_bandwidth_precedes_that_of_the_links():
 def test_the_planners_choice_is_accepted_whatever_the_lengths(length):
     words = ["parallel.sequence_parallel=true", f"train.seq_len={length}", "train.batch_size=8", "model.heads=8"]
     for micro_batch in (("train.micro_batch_size=1",), ()):
-        config = compose([*PAIRS, *words, *micro_batch])
+        config = configured([*PAIRS, *words, *micro_batch])
         for plan in rank(config, 8).plans:
-            assert validate(compose([*PAIRS, *words, *micro_batch, *plan.overrides]), 8).sizes == plan.sizes
+            assert validate(configured([*PAIRS, *words, *micro_batch, *plan.overrides]), 8).sizes == plan.sizes
 
 
 BF16 = ("train.precision=bf16", "train.batch_size=8")
@@ -190,7 +191,7 @@ BF16 = ("train.precision=bf16", "train.batch_size=8")
     ],
 )
 def test_converted_weights_are_kept_unless_they_are_gathered_or_a_number_of_blocks_is_given(world, words, kept):
-    parallel = validate(compose([*BF16, *words]), world).config.parallel
+    parallel = validate(configured([*BF16, *words]), world).config.parallel
     assert (parallel.cache_layers, parallel.cache_scope) == kept
 
 
@@ -198,7 +199,7 @@ def test_converted_weights_are_kept_as_long_as_a_tenth_of_the_memory_stays_free(
     given = *BF16, "model=gpt_125m", "train.seq_len=64", "train.micro_batch_size=1"
 
     def needed(*words: str) -> float:
-        return Estimate(compose([*given, *words]), GridSizes()).memory_gib(1)
+        return Estimate(configured([*given, *words]), GridSizes()).memory_gib(1)
 
     always, backward, never = (
         needed("parallel.cache_layers=all", "parallel.cache_scope=step"),
@@ -207,14 +208,14 @@ def test_converted_weights_are_kept_as_long_as_a_tenth_of_the_memory_stays_free(
     )
     assert always > backward > never
     for limit, kept in ((always, ("all", "step")), (backward, ("all", "microbatch")), (never, (0, None))):
-        parallel = validate(compose([*given, f"cluster.memory_gib={limit / 0.9}"]), 1).config.parallel
+        parallel = validate(configured([*given, f"cluster.memory_gib={limit / 0.9}"]), 1).config.parallel
         assert (parallel.cache_layers, parallel.cache_scope) == kept
 
 
 @pytest.mark.parametrize("words", [[], ["model.layers=2", "parallel.pipeline.stages=2"]], ids=["grids", "pipelines"])
 def test_the_overrides_of_a_plan_keep_the_weights_that_the_plan_keeps(words):
-    config = compose([*BF16, *words])
+    config = configured([*BF16, *words])
     for plan in rank(config, 4).plans:
-        parallel = validate(compose([*BF16, *words, *plan.overrides]), 4).config.parallel
+        parallel = validate(configured([*BF16, *words, *plan.overrides]), 4).config.parallel
         expected = plan.choice.get("cache_layers", 0), plan.choice.get("cache_scope")
         assert (parallel.cache_layers, parallel.cache_scope) == expected

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpt4d.config import ConfigError, GridSizes, LevelConfig, compose, grid_problem
+from gpt4d.config import ConfigError, GridSizes, LevelConfig, grid_problem
 from gpt4d.model import registry
 from gpt4d.planner import __main__ as planner
 from gpt4d.planner import paper_models
@@ -20,7 +20,8 @@ from gpt4d.planner.search import rank
 from gpt4d.planner.workload import grids
 from gpt4d.runtime.errors import one_line_errors
 from gpt4d.validation import validate
-from tests.grids import bytes_planned, bytes_sent, train_in_rank
+from tests.support.grids import bytes_planned, bytes_sent, train_in_rank
+from tests.support.settings import configured
 
 # On two nodes some grids of this model do not fit.
 PERLMUTTER = (
@@ -37,7 +38,7 @@ UNSHARED = (*PERLMUTTER, "train.seq_len=2046", "parallel.pipeline.stages=1")
 @pytest.fixture(scope="module")
 def ranking():
     """Return the ranking of all plans of the model on eight devices, without pipelines."""
-    return rank(compose([*UNSHARED]), 8)
+    return rank(configured([*UNSHARED]), 8)
 
 
 @pytest.mark.parametrize("devices", [1, 7, 12, 64, 360])
@@ -67,13 +68,13 @@ def test_ranked_grids_are_those_that_validation_accepts(tiny, devices):
 def test_plans_are_ordered_by_step_time_and_limited_by_top(ranking):
     times = [plan.step_time_s for plan in ranking.plans]
     assert times == sorted(times) and len(times) == ranking.fitting
-    top = rank(compose([*UNSHARED]), 8, top=3)
+    top = rank(configured([*UNSHARED]), 8, top=3)
     assert [p.sizes for p in top.plans] == [p.sizes for p in ranking.plans[:3]] and top.fitting == ranking.fitting
 
 
 @pytest.mark.parametrize("cost", ["aware", "agnostic"])
 def test_the_papers_models_rank_by_seconds_of_communication(cost):
-    config = compose(["cluster=perlmutter", "model=gpt_125m", "model.layers=4", "train.batch_size=64"])
+    config = configured(["cluster=perlmutter", "model=gpt_125m", "model.layers=4", "train.batch_size=64"])
     plans, model = rank(config, 16, cost=cost).plans, registry.describe(config.model)
     seconds = [sum(paper_models.communication(config, model, plan.sizes, cost == "aware").values()) for plan in plans]
     assert seconds == sorted(seconds) == [plan.published_s for plan in plans]
@@ -90,14 +91,14 @@ def test_grids_that_do_not_fit_are_listed_with_their_gib(ranking):
 @pytest.mark.slow
 def test_the_planned_microbatch_is_the_largest_that_fits():
     words = *UNSHARED, "train.batch_size=512"
-    plan = rank(compose(words), 8, top=1).plans[0]
+    plan = rank(configured(words), 8, top=1).plans[0]
     assert f"train.micro_batch_size={plan.micro_batch}" in plan.overrides
-    larger = compose([*words, f"train.micro_batch_size={2 * plan.micro_batch}"])
+    larger = configured([*words, f"train.micro_batch_size={2 * plan.micro_batch}"])
     assert plan.sizes in rank(larger, 8).too_large
 
 
 def test_grids_whose_memory_limits_the_microbatch_split_tokens():
-    config = compose([*PERLMUTTER, "model.layers=4", "train.batch_size=256", "parallel.pipeline.stages=1"])
+    config = configured([*PERLMUTTER, "model.layers=4", "train.batch_size=256", "parallel.pipeline.stages=1"])
     plans = {plan.sizes: plan for plan in rank(config, 8).plans}
     plan = plans[GridSizes(8)]
     assert plan.choice["sequence_parallel"]
@@ -106,7 +107,7 @@ def test_grids_whose_memory_limits_the_microbatch_split_tokens():
 
 
 def test_nothing_fits_on_less_than_the_fewest_devices():
-    config = compose(PERLMUTTER)
+    config = configured(PERLMUTTER)
     fewest = fewest_devices(config, 64)
     assert rank(config, fewest).plans
     assert not any(rank(config, devices).plans for devices in range(fewest - 3, fewest))
@@ -116,13 +117,13 @@ def test_nothing_fits_on_less_than_the_fewest_devices():
 
 
 def test_the_error_names_remedies_if_nothing_fits():
-    config = compose(["cluster=perlmutter", "model=gpt_20b", "train.batch_size=16"])
+    config = configured(["cluster=perlmutter", "model=gpt_20b", "train.batch_size=16"])
     with pytest.raises(
         ConfigError,
         match=r"on 4 device\(s\), a step needs at least .* GiB .*use more devices, train.loss_chunks=8 or train\.activ",
     ):
         rank(config, 4).check(config, 4)
-    config = compose(["train.batch_size=2"])
+    config = configured(["train.batch_size=2"])
     with pytest.raises(ConfigError, match="no grid of 7 device"):
         rank(config, 7).check(config, 7)
 
@@ -146,10 +147,10 @@ SLOW_LINKS = (
 
 
 def test_the_planner_chooses_whole_layers_with_their_memory():
-    config = compose([*SLOW_LINKS, "train.batch_size=16"])
+    config = configured([*SLOW_LINKS, "train.batch_size=16"])
     (best,) = rank(config, 8, top=1).plans
     assert best.sizes.z > 1 and best.choice["replicated_layers"] > 0
-    chosen = compose([*SLOW_LINKS, "train.batch_size=16", *best.overrides])
+    chosen = configured([*SLOW_LINKS, "train.batch_size=16", *best.overrides])
     assert Estimate(chosen, best.sizes).plan(best.micro_batch).step_time_s == pytest.approx(best.step_time_s)
     split = replace(chosen, parallel=replace(chosen.parallel, replicated_layers=0))
     assert Estimate(split, best.sizes).memory_gib(best.micro_batch) < best.memory_gib
@@ -162,16 +163,17 @@ def test_the_planner_chooses_whole_layers_with_their_memory():
 
 
 def test_the_planner_gathers_once_per_step_where_there_are_microbatches():
-    config = compose([*SLOW_LINKS, "train.batch_size=64", "train.micro_batch_size=2", "parallel.replicated_layers=1"])
+    words = [*SLOW_LINKS, "train.batch_size=64"]
+    config = configured([*words, "train.micro_batch_size=2", "parallel.replicated_layers=1"])
     for plan in rank(config, 8, top=2).plans:
         assert plan.sizes.z == 1 or plan.choice == {"cache_layers": "all", "cache_scope": "step"}
-        assert validate(replace(compose([*SLOW_LINKS, "train.batch_size=64", *plan.overrides])), 8).sizes == plan.sizes
+        assert validate(replace(configured([*words, *plan.overrides])), 8).sizes == plan.sizes
 
 
 @pytest.mark.parametrize(("size", "further"), [(1, {"cache_scope": "step"}), (2, {})])
 def test_the_planner_keeps_converted_weights_where_batches_are_small(size, further):
     words = "model=gpt_125m", "cluster=dgx_a100", "train.batch_size=8", f"train.micro_batch_size={size}"
-    plans = {plan.sizes: plan for plan in rank(compose(words), 4).plans}
+    plans = {plan.sizes: plan for plan in rank(configured(words), 4).plans}
     assert plans[GridSizes(data=4)].choice == {"cache_layers": "all", **further}
 
 
@@ -232,11 +234,11 @@ def test_the_table_ends_with_overrides_for_each_plan():
     assert len(pasted) == 5
     command, nodes, script, *overrides = pasted[0].split()
     assert (command, nodes, script) == ("sbatch", "--nodes=2", "scripts/slurm/perlmutter.sh")
-    assert validate(compose(["cluster=perlmutter", *overrides]), 8).sizes.devices == 8
+    assert validate(configured(["cluster=perlmutter", *overrides]), 8).sizes.devices == 8
 
 
 def test_without_a_world_size_the_fewest_devices_are_printed():
-    fewest = fewest_devices(compose(PERLMUTTER), 64)
+    fewest = fewest_devices(configured(PERLMUTTER), 64)
     assert ask(*PERLMUTTER).startswith(
         "gpt_20b, 4 sequences of 2,048 tokens per step, needs at least "
         f"{fewest} device(s) of perlmutter; world_size={fewest} "

@@ -4,14 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from gpt4d.config import ClusterConfig, Config, GridSizes, LevelConfig, OverlapConfig, compose
+from gpt4d.config import ClusterConfig, Config, GridSizes, LevelConfig, OverlapConfig
 from gpt4d.model import registry
 from gpt4d.parallel.comm import message_size
 from gpt4d.planner import estimate
 from gpt4d.planner.device import Device, Links
 from gpt4d.planner.estimate import Estimate
 from gpt4d.planner.workload import compute_s, grids
-from tests.grids import sampled
+from tests.support.grids import sampled
+from tests.support.settings import configured
 
 NOWHERE = float("inf")
 # 1 FLOP a picosecond, and nothing else takes time.
@@ -37,7 +38,7 @@ MODEL = (
 
 
 def config(cluster: ClusterConfig, *overrides: str) -> Config:
-    return replace(compose([*MODEL, *overrides]), cluster=cluster)
+    return replace(configured([*MODEL, *overrides]), cluster=cluster)
 
 
 def plan(cluster: ClusterConfig, sizes: GridSizes, *overrides: str):
@@ -202,7 +203,7 @@ def test_states_that_do_not_travel_behind_the_forward_are_waited_for():
 
 @pytest.mark.parametrize("cache_layers", [0, 4, 10, 19, "all"])
 def test_the_memory_of_many_blocks_is_extrapolated_from_few(monkeypatch, cache_layers):
-    machine = compose(["cluster=perlmutter"]).cluster
+    machine = configured(["cluster=perlmutter"]).cluster
     words = "model.layers=20", "train.activation_checkpointing=full", f"parallel.cache_layers={cache_layers}"
     found = []
     for blocks in (estimate.BLOCKS_PER_KIND, 1000):
@@ -253,7 +254,7 @@ def test_whole_layers_move_communication_from_the_forward_to_the_backward():
     ids=str,
 )
 def test_a_long_step_is_extrapolated_from_short_ones(monkeypatch, sizes, overrides):
-    machine = compose(["cluster=perlmutter"]).cluster
+    machine = configured(["cluster=perlmutter"]).cluster
     model = "model.layers=12", "model.hidden=512", "model.heads=8"
     words = (*model, "train.micro_batch_size=1", "train.batch_size=64", *overrides)
     drawn = plan(machine, sizes, *words)

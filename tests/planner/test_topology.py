@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.laboratory.virtual_device import VirtualDevice
 from gpt4d.config import ClusterConfig, Config, GridSizes, LevelConfig, MeasuredConfig, TrainConfig
 from gpt4d.model import registry
 from gpt4d.model.gpt2.config import GPT2Config
@@ -17,9 +18,8 @@ from gpt4d.parallel.layers import sharding
 from gpt4d.planner import paper_models
 from gpt4d.planner.device import KINDS, SHIFT, Device, Links, sent_bytes
 from gpt4d.planner.topology import RankSpan, crossed_levels, message_speed, node_size, spans, speed
-from gpt4d.testing.virtual_device import VirtualDevice
-from tests.fake_time import FakeTime
 from tests.parallel.test_shared_memory import axis_across_hosts
+from tests.support.fake_time import FakeTime
 
 NODES_OF_4 = ClusterConfig(device="cuda", levels=[LevelConfig(None, 100.0), LevelConfig(4, 300.0, 100.0)])
 HOSTS_OF_4 = replace(NODES_OF_4, device="cpu")

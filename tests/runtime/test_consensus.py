@@ -17,8 +17,8 @@ from gpt4d.runtime.consensus import (
     run_on_all_ranks,
     run_on_rank0,
 )
-from tests.grids import train_in_rank
-from tests.rank_pool import RankFailure
+from tests.support.grids import train_in_rank
+from tests.support.rank_pool import RankFailure
 
 
 def catch_mistake_of_rank_0():

@@ -12,8 +12,8 @@ import time
 import pytest
 
 from gpt4d import activity
-from tests.grids import full, metric_lines, train_in_rank
-from tests.jobs import LaunchedJob
+from tests.support.grids import full, metric_lines, train_in_rank
+from tests.support.jobs import LaunchedJob
 
 GRID = ["parallel.gz=2", "checkpoint.every=3", "checkpoint.keep=2", "train.steps=8"]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import TIMEOUT_S, LaunchedJob
 from tests.runtime.test_faults import at_step, shorten_timeouts
+from tests.support.jobs import TIMEOUT_S, LaunchedJob
 
 
 def freeze(target: int, rank: int) -> None:
@@ -33,7 +33,6 @@ def test_a_frozen_rank_is_named_even_if_it_holds_the_store(ranks, tiny, target):
 
 _UNDER_TORCHRUN = """
 import os, sys, time
-from gpt4d.config import compose
 from gpt4d.runtime.errors import one_line_errors
 from tests.runtime.test_faults import at_step, shorten_timeouts
 from gpt4d.run import train
@@ -49,7 +48,7 @@ def strike(_):
 if os.environ["RANK"] == "1":
     at_step(5, strike)
 with one_line_errors():
-    train(compose(overrides))
+    train(configure(overrides))
 """
 
 

@@ -13,8 +13,8 @@ from gpt4d import activity
 from gpt4d.activity import Track
 from gpt4d.runtime import activity_watch
 from gpt4d.runtime.activity_watch import ActivityWatch
-from tests.jobs import LaunchedJob
 from tests.runtime.test_faults import at_step, shorten_timeouts
+from tests.support.jobs import LaunchedJob
 
 # By phase: module and function in which a rank hangs, the file of its caller, and the activity that is reported.
 PHASES = {

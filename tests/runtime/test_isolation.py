@@ -21,9 +21,9 @@ from gpt4d.runtime.identity import job_key
 from gpt4d.runtime.job_store import JobStore
 from gpt4d.runtime.launch import Launch
 from gpt4d.runtime.watchdog import Watchdog
-from tests.grids import train_in_rank
-from tests.jobs import TIMEOUT_S, LaunchedJob, free_port
 from tests.runtime.test_faults import at_step, losses, shorten_timeouts
+from tests.support.grids import train_in_rank
+from tests.support.jobs import TIMEOUT_S, LaunchedJob, free_port
 
 RUN = ["parallel.gz=2", "train.steps=4"]
 

@@ -7,8 +7,8 @@ import torch
 
 from gpt4d.out_of_memory import MemoryWatch, is_out_of_memory
 from gpt4d.validation import validate
-from tests.jobs import LaunchedJob
 from tests.runtime.test_faults import at_step, shorten_timeouts
+from tests.support.jobs import LaunchedJob
 
 
 @pytest.mark.parametrize(

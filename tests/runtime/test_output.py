@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from gpt4d.runtime.errors import one_line_errors
-from tests.jobs import LaunchedJob
+from tests.support.jobs import LaunchedJob
 from tests.test_cli import ROOT
 
 PROGRAM = """

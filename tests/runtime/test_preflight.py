@@ -6,8 +6,8 @@ import pytest
 
 from gpt4d.runtime import preflight
 from gpt4d.runtime.preflight import NodeFacts, find_difference, find_slow
-from tests.grids import train_in_rank
-from tests.rank_pool import RankFailure
+from tests.support.grids import train_in_rank
+from tests.support.rank_pool import RankFailure
 
 NODE = NodeFacts("nid1", "c0de", "a100", "f00", "2.13.0", "3.11", "cpu", "mark")
 

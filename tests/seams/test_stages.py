@@ -23,7 +23,7 @@ from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import StageRuntime, whole_model
 from gpt4d.parallel.pipeline.schedule import Action
 from gpt4d.step import build_stage, mask_replicas
-from tests.grids import TINY_MODEL, tiny_batch, token_loss
+from tests.support.grids import TINY_MODEL, tiny_batch, token_loss
 
 HALVES = {0: ((0, 1, 2, 3), GridSizes(2, 2, 1, 1)), 1: ((4, 5, 6, 7), GridSizes(1, 1, 2, 2))}
 # Both stages are built and computed concurrently, or the second one starts after the first one has finished.

@@ -11,7 +11,7 @@ from torch import nn
 
 from gpt4d.checkpoint import checkpoint_dir
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
-from gpt4d.config import Config, ConfigError, GridSizes, compose
+from gpt4d.config import Config, ConfigError, GridSizes
 from gpt4d.model import registry
 from gpt4d.optim.schedule import learning_rate
 from gpt4d.parallel.gradient_reducer import GradientReducer
@@ -24,8 +24,9 @@ from gpt4d.planner.step import StepWalk
 from gpt4d.planner.workload import training_state
 from gpt4d.step import build_stage
 from gpt4d.validation import validate
-from tests.grids import bytes_planned, bytes_sent, global_tensor, metric_lines, on_grid, train_in_rank
 from tests.seams import toy, toy_torch
+from tests.support.grids import bytes_planned, bytes_sent, global_tensor, metric_lines, on_grid, train_in_rank
+from tests.support.settings import configured
 
 STEPS, SAVED = 12, 6
 GRID, OTHER_GRID = GridSizes(2, 2, 2, 1), GridSizes(1, 2, 1, 2)
@@ -33,7 +34,7 @@ RECOMPUTED = ("train.activation_checkpointing=full", "train.micro_batch_size=2",
 
 
 def configure(run_dir: object, *overrides: str) -> Config:
-    return compose(
+    return configured(
         [
             "model=toy",
             "train.seq_len=3",
@@ -185,7 +186,7 @@ def test_a_checkpoint_of_another_toy_or_of_gpt2_is_rejected(tmp_path, straight):
     with pytest.raises(ConfigError, match=r"model\.wide=64: the checkpoint .* has 32"):
         Checkpoint(saved).check_fits(replace(straight.model, wide=64))
     with pytest.raises(ConfigError, match=r"model=gpt2: the checkpoint .* is of family toy"):
-        Checkpoint(saved).check_fits(compose(["model=gpt_tiny"]).model)
+        Checkpoint(saved).check_fits(configured(["model=gpt_tiny"]).model)
     with pytest.raises(ConfigError, match=r"task=language_modeling: .* was trained for regression"):
         Checkpoint(saved).check_task("language_modeling", {})
 
@@ -226,7 +227,7 @@ def test_parameters_of_the_toy_are_as_described(tmp_path):
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_a_planned_step_ends_with_only_gradients_held(model, checkpointing):
     overrides = f"model={model}", "optim=adamw", "train.seq_len=4", f"train.activation_checkpointing={checkpointing}"
-    config = compose(list(overrides))
+    config = configured(list(overrides))
     description = registry.describe(config.model)
     step = StepWalk(config, description, GRID, Links(config.cluster, GRID), 4)
     assert step.run(2).held == training_state(description, GRID, config.optim)["gradients"]

@@ -1,7 +1,7 @@
 """CUDA graphs of a simulated GPU: captures of streams, launches, and the memory pool of graphs.
 
 A capture executes operations as the simulation does without one, so that it finds races inside a graph. A launch is one
-operation that uses all memory of the graph. tests.graph_replay compares numbers.
+operation that uses all memory of the graph. tests.support.graph_replay compares numbers.
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from gpt4d.parallel.engine.prefetch import WeightSchedule
 from gpt4d.parallel.engine.reduction import GradientSums
 from gpt4d.step import TrainStep
-from tests.grids import full
 from tests.simulated_gpu import training
 from tests.simulated_gpu.cases import FACTORS, Row, case, rows
 from tests.simulated_gpu.graphs import simulated_graphs
 from tests.simulated_gpu.job import GPU, Job, simulated_job
+from tests.support.grids import full
 
 STEPS = 5  # two without graphs, a recording, a replay, and a recording after an evaluation
 SAMPLED = [("y and data", "last"), ("1f1b", "last"), ("eager w", "last"), ("interleaved", "first")]  # plans and ranks

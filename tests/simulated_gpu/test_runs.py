@@ -12,15 +12,16 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from gpt4d.config import Config, GridSizes, compose
+from gpt4d.config import Config, GridSizes
 from gpt4d.parallel.grid import Grid
 from gpt4d.runtime import watchdog
 from gpt4d.runtime.hangs import HangDetector
 from gpt4d.trainer import Trainer
 from gpt4d.validation import validate
-from tests.grids import metric_lines
 from tests.simulated_gpu import waits
 from tests.simulated_gpu.job import GPU, simulated_job
+from tests.support.grids import metric_lines
+from tests.support.settings import configured
 
 RUN = [
     "train.precision=bf16",
@@ -57,7 +58,7 @@ def test_a_run_of_a_unet_on_a_gpu_has_no_race(simulate, tmp_path):
     photos.mkdir()
     for number in range(24):
         Image.fromarray(np.full((8, 8, 3), 10 * number, np.uint8)).save(photos / f"{number}.png")
-    config = compose(
+    config = configured(
         [
             "model=unet_tiny", "model.image_size=8", "model.channels=16", "model.multipliers=[1,2]",
             "model.blocks_per_level=1", "model.attention_at=[4]", "model.head_size=8", "model.groups=4",

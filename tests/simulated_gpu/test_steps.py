@@ -5,10 +5,10 @@ from functools import reduce
 
 import pytest
 
-from gpt4d.config import compose
 from tests.simulated_gpu import waits
 from tests.simulated_gpu.cases import FACTORS, Row, all_pairs, case, pairs_of, rows
 from tests.simulated_gpu.training import train
+from tests.support.settings import configured
 
 ROWS = rows()
 SAMPLE = ROWS[:14]  # they have each option; the remaining rows complete the pairs
@@ -38,7 +38,7 @@ def test_a_step_on_a_gpu_has_no_race_and_the_host_does_not_wait(simulate, row, r
 
 
 def test_a_step_in_float8_on_a_gpu_has_no_race_and_the_host_does_not_wait(simulate):
-    config = compose([
+    config = configured([
         "model=gpt_tiny", "model.layers=2", "model.hidden=64", "model.heads=4", "model.vocab_size=300",
         "model.max_positions=16", "train.seq_len=16", "train.batch_size=16", "train.micro_batch_size=2",
         "train.precision=fp8", "parallel.gx=2", "parallel.gz=2", "parallel.chunks=2", "optim.shard_states=true",
@@ -57,7 +57,7 @@ def test_a_step_in_float8_on_a_gpu_has_no_race_and_the_host_does_not_wait(simula
     ids=["ring", "documents", "recomputed"],
 )
 def test_a_step_of_shared_sequences_has_no_race_and_keys_arrive_during_attention(simulate, words, collective):
-    config = compose([
+    config = configured([
         "model=gpt_tiny", "model.layers=2", "model.hidden=64", "model.heads=4", "model.vocab_size=300",
         "model.max_positions=16", "train.seq_len=16", "train.batch_size=16", "train.precision=bf16",
         "parallel.gz=2", "parallel.context=4", "parallel.chunks=2", "optim.algorithm=adamw", *words,
@@ -76,7 +76,7 @@ def test_a_step_of_shared_sequences_has_no_race_and_keys_arrive_during_attention
     ids=str,
 )
 def test_a_step_of_experts_has_no_race_and_the_host_waits_for_their_loads_alone(simulate, words):
-    config = compose([
+    config = configured([
         "model=moe_tiny", "model.layers=2", "model.hidden=64", "model.inner=64", "model.vocab_size=300",
         "model.max_positions=16", "train.seq_len=16", "train.batch_size=16", "train.precision=bf16",
         "optim.algorithm=adamw", "optim.lr=1e-3", *words,

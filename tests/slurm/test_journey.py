@@ -12,9 +12,9 @@ from omegaconf import OmegaConf
 from gpt4d.checkpoint import __main__ as commands
 from gpt4d.checkpoint import checkpoint_dir
 from gpt4d.runtime.launch import Launch
-from tests.grids import full
 from tests.runtime.test_launch import SLURM_STEP
 from tests.slurm.cluster import ROOT, SlurmJob
+from tests.support.grids import full
 from tests.test_cli import overrides
 
 PROMPT = 'it\'s "{said}" = $HOME, #1'

@@ -15,15 +15,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gpt4d.config import ConfigError, compose, from_arguments
+from gpt4d.config import ConfigError, from_arguments
 from gpt4d.runtime.errors import one_line_errors
-from tests.grids import metric_lines, train_in_rank
-from tests.jobs import LaunchedJob
-from tests.rank_pool import RankPool
 from tests.soak import __doc__ as description
 from tests.soak.faults import DAMAGED, LAUNCHER, STOPPED, TWICE, Fault, damage
 from tests.soak.launcher import TorchrunJob, environment_of, running
 from tests.soak.plans import MODELS, PLANS, settings
+from tests.support.grids import metric_lines, train_in_rank
+from tests.support.jobs import LaunchedJob
+from tests.support.rank_pool import RankPool
+from tests.support.settings import configured
 
 ELASTIC = "elastic"  # the run whose plan changes at each start
 _TOLERANCE = 1e-5  # relative difference of losses
@@ -115,7 +116,7 @@ def _suffer(pool: RankPool, run: Run, fault: Fault, overrides: list[str], record
             seconds, codes = _strike_launcher(job, fault), []
         outputs = [job.log.read_text()]
     else:
-        with LaunchedJob(pool.context, compose(overrides), ranks, fault.prepare, mark) as launched:
+        with LaunchedJob(pool.context, configured(overrides), ranks, fault.prepare, mark) as launched:
             codes, seconds = _strike(launched, fault)
             outputs = launched.outputs()
     problem = fault.problem(codes, outputs)
@@ -148,7 +149,7 @@ def _check_losses(pool: RankPool, soak: Soak, run: Run, directory: Path) -> str:
     run.step += 2  # the run ends undisturbed, and removes leftovers of the last fault
     for run_dir in (run.directory, straight):
         words = f"run.dir={run_dir}", f"train.steps={run.step}"
-        pool.run(plan.ranks, train_in_rank, compose(settings(soak.model, plan, directory, *words)))
+        pool.run(plan.ranks, train_in_rank, configured(settings(soak.model, plan, directory, *words)))
     expected, actual = _losses(straight), _losses(run.directory)
     steps = range(1, run.step + 1)
     missing = [step for step in steps if step not in actual]

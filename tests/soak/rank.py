@@ -2,12 +2,12 @@
 
 import sys
 
-from gpt4d.config import compose
 from gpt4d.run import train
 from gpt4d.runtime.errors import one_line_errors
 from tests.soak.faults import shorten
+from tests.support.settings import configured
 
 if __name__ == "__main__":
     shorten()
     with one_line_errors():
-        train(compose(sys.argv[1:]))
+        train(configured(sys.argv[1:]))

@@ -17,8 +17,8 @@ from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.step import TrainStep
 from gpt4d.task.averages import WeightAverages
-from tests.grids import TINY_MODEL, build_tiny_stage, tiny_batch, token_loss
-from tests.stages import own_stage
+from tests.support.grids import TINY_MODEL, build_tiny_stage, tiny_batch, token_loss
+from tests.support.stages import own_stage
 
 
 def embeddings_around_a_sample(config: Config) -> tuple[torch.Tensor, ...]:

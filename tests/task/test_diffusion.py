@@ -13,14 +13,15 @@ from gpt4d import generate
 from gpt4d.checkpoint import exporter, importer
 from gpt4d.checkpoint.__main__ import main
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
-from gpt4d.config import ConfigError, GridSizes, compose
+from gpt4d.config import ConfigError, GridSizes
 from gpt4d.model.unet import scheduler
 from gpt4d.model.unet.config import UNetConfig
 from gpt4d.planner.stages import PipelineEstimate
 from gpt4d.task.diffusion_process import DiffusionProcess
 from gpt4d.task.image_generation import save_images
 from gpt4d.validation import validate
-from tests.grids import build_model, bytes_planned, bytes_sent, full, metric_lines, on_grid, train_in_rank
+from tests.support.grids import build_model, bytes_planned, bytes_sent, full, metric_lines, on_grid, train_in_rank
+from tests.support.settings import configured
 
 SIZE = 8
 
@@ -49,7 +50,7 @@ def tiny(photos, cache, tmp_path):
 
 
 def settings(photos, cache, run_dir, *overrides):
-    return compose(
+    return configured(
             [
                 "model=unet_tiny", f"model.image_size={SIZE}", "model.channels=16", "model.multipliers=[1,2]",
                 "model.blocks_per_level=1", "model.attention_at=[4]", "model.head_size=8", "model.groups=4",

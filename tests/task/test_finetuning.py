@@ -19,12 +19,13 @@ import torch.nn.functional as F
 
 from gpt4d.checkpoint import finetuning
 from gpt4d.checkpoint.importer import import_model
-from gpt4d.config import GridSizes, compose
+from gpt4d.config import GridSizes
 from gpt4d.data.packing import PackedSequences
 from gpt4d.data.prepare import corpus as prepared
-from tests.chat import CONVERSATIONS, chat_overrides
-from tests.grids import build_model, full, hf_model, metric_lines, on_grid, train_in_rank
-from tests.rank_pool import RankFailure
+from tests.support.chat import CONVERSATIONS, chat_overrides
+from tests.support.grids import build_model, full, hf_model, metric_lines, on_grid, train_in_rank
+from tests.support.rank_pool import RankFailure
+from tests.support.settings import configured
 from tests.test_trainer import plain_torch_run
 
 STEPS = ["train.steps=6", "train.batch_size=8", "train.validate_every=6", "optim.warmup_steps=2"]
@@ -146,7 +147,7 @@ def pretrained(tmp_path_factory):
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     # transformers drops the gradient of the padding token's row. It is SmolLM2's <|im_end|>, which ends all messages.
     model.get_input_embeddings().padding_idx = None
-    yield overrides, plain_run(compose(overrides), model)
+    yield overrides, plain_run(configured(overrides), model)
     shutil.rmtree(directory)  # gigabytes
 
 
@@ -163,7 +164,7 @@ PRETRAINED_PLANS = [
 @pytest.mark.parametrize(("world_size", "plan"), PRETRAINED_PLANS)
 def test_a_pretrained_model_has_the_losses_of_transformers_on_every_plan(ranks, pretrained, tmp_path, world_size, plan):
     overrides, expected = pretrained
-    config = compose([*overrides, *plan, f"run.dir={tmp_path / 'run'}"])
+    config = configured([*overrides, *plan, f"run.dir={tmp_path / 'run'}"])
     ranks.run(world_size, train_in_rank, config)
     found = results(config.run.dir)
     shutil.rmtree(config.run.dir)  # gigabytes

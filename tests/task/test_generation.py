@@ -19,8 +19,8 @@ from gpt4d.step import build_stage
 from gpt4d.task.generation import continuations
 from gpt4d.task.sampling import GREEDY
 from gpt4d.task.task import Sampling
-from tests.grids import TINY_MODEL, build_tiny_stage, full
-from tests.stages import connected_stage
+from tests.support.grids import TINY_MODEL, build_tiny_stage, full
+from tests.support.stages import connected_stage
 
 END = 0
 WORDS = [END_OF_TEXT, *(f"w{i}" for i in range(1, TINY_MODEL.vocab_size))]

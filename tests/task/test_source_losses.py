@@ -13,8 +13,8 @@ from gpt4d.config import GridSizes
 from gpt4d.data.packing import PackedSequences
 from gpt4d.data.prepare import corpus as prepared
 from gpt4d.data.sampler import Blend, Sequences
-from tests.chat import chat_overrides
-from tests.grids import build_model, full, hf_model, metric_lines, on_grid, train_in_rank
+from tests.support.chat import chat_overrides
+from tests.support.grids import build_model, full, hf_model, metric_lines, on_grid, train_in_rank
 from tests.task.test_finetuning import summed_loss
 from tests.test_trainer import plain_torch_run
 

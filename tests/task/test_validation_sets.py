@@ -13,9 +13,10 @@ from gpt4d.config import ConfigError, GridSizes
 from gpt4d.data.packing import PackedSequences
 from gpt4d.data.prepare import corpus as prepared
 from gpt4d.validation import validate
-from tests.chat import chat_overrides, conversations, write_lines
-from tests.grids import build_model, full, hf_model, metric_lines, on_grid, train_in_rank
-from tests.rank_pool import RankFailure
+from tests.support.chat import chat_overrides, conversations, write_lines
+from tests.support.grids import build_model, full, hf_model, metric_lines, on_grid, train_in_rank
+from tests.support.rank_pool import RankFailure
+from tests.support.settings import configured
 from tests.task.test_finetuning import summed_loss
 from tests.test_trainer import mean_loss, plain_torch_run
 
@@ -294,10 +295,9 @@ def test_the_error_for_impossible_validation_sets_comes_before_a_process_group(t
     ],
 )
 def test_validation_sets_that_a_run_does_not_read_are_rejected(overrides, message):
-    from gpt4d.config import compose
 
     with pytest.raises(ConfigError, match=message):
-        validate(compose(["data.validation={code: 'tests/*.py'}", *overrides]), 1)
+        validate(configured(["data.validation={code: 'tests/*.py'}", *overrides]), 1)
 
 
 def test_the_error_for_a_short_set_and_for_another_tokenizer_names_the_set(ranks, tiny, tmp_path):

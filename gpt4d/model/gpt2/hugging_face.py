@@ -60,6 +60,8 @@ def hf_config(config: GPT2Config) -> "HuggingFaceConfig":
     """Return the transformers configuration of such a model, without ids of special tokens."""
     from transformers import GPT2Config as HuggingFaceConfig
 
+    assert config.vocab_size, "gpt4d.data.completion has not completed the settings"
+
     return HuggingFaceConfig(
         architectures=["GPT2LMHeadModel"],
         vocab_size=config.vocab_size,

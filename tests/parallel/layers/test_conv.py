@@ -25,8 +25,8 @@ from gpt4d.parallel.layers.sequence import TokenIndex
 from gpt4d.parallel.layers.sharding import NORMAL, TRANSPOSED, Axes
 from gpt4d.parallel.layout import Layout, ParameterSpec
 from gpt4d.parallel.sharded_weights import ShardedWeights
-from tests.grids import BINARY_GRIDS, global_tensor, sampled
 from tests.parallel.layers.oracle import check_cases, close, fill, normal, part, weights_on
+from tests.support.grids import BINARY_GRIDS, global_tensor, sampled
 
 BATCH = ("data", "z")
 GRIDS = [*BINARY_GRIDS, GridSizes(4, 2, 1, 1), GridSizes(1, 4, 2, 1)]

@@ -18,8 +18,8 @@ from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.sharded_weights import ShardedWeights
 from gpt4d.step import build_stage
-from tests.grids import bytes_planned, bytes_sent, full, metric_lines, train_in_rank
 from tests.parallel.layers.oracle import check_cases, fill, normal, part
+from tests.support.grids import bytes_planned, bytes_sent, full, metric_lines, train_in_rank
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 256, E5M2: 2**15}  # the largest power of two up to which a tensor is scaled

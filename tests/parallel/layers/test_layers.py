@@ -21,8 +21,8 @@ from gpt4d.parallel.layers.norm import AllHeadsNormSpec, BranchNormSpec, LayerNo
 from gpt4d.parallel.layers.sequence import TokenIndex
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.symbolic import kernels
-from tests.grids import batch_part, grid_name
 from tests.parallel.layers.oracle import check_cases, close, fill, normal, part, weights_on
+from tests.support.grids import batch_part, grid_name
 
 
 def linear(sizes, transposed, parts):

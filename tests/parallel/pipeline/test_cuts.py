@@ -5,9 +5,9 @@ from itertools import combinations
 
 import pytest
 
-from gpt4d.config import compose
 from gpt4d.model import registry
 from gpt4d.parallel.pipeline.schedule import balanced
+from tests.support.settings import configured
 
 
 def most_work(work, begins):
@@ -32,7 +32,7 @@ def test_of_equal_choices_the_most_even_one_is_taken():
 
 
 def test_stages_share_nothing_but_tied_weights_and_have_all_parameters():
-    description = registry.describe(compose(["model=gpt_tiny"]).model)
+    description = registry.describe(configured(["model=gpt_tiny"]).model)
     blocks = [index for index, unit in enumerate(description.units) if unit.block]
     bounds = [(0, blocks[1]), (blocks[1], blocks[3]), (blocks[3], len(description.units))]
     stages = [description.stage([part]) for part in bounds]

@@ -16,9 +16,9 @@ from gpt4d.parallel.pipeline.stage_program import StageTransfer
 from gpt4d.runtime import watchdog
 from gpt4d.trainer import Trainer
 from gpt4d.validation import validate
-from tests.grids import full, metric_lines, train_in_rank
-from tests.jobs import LaunchedJob
 from tests.runtime.test_faults import at_step, losses, shorten_timeouts, signal_itself
+from tests.support.grids import full, metric_lines, train_in_rank
+from tests.support.jobs import LaunchedJob
 
 PIPELINE = "parallel.pipeline."
 TWO = ("train.steps=6", PIPELINE + "stages=2", PIPELINE + "microbatches=4")

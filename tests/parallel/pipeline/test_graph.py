@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gpt4d.config import Config, GridSizes, compose
+from gpt4d.config import Config, GridSizes
 from gpt4d.model import registry
 from gpt4d.model.edges import edges, plain
 from gpt4d.parallel.grid import Grid
@@ -14,18 +14,19 @@ from gpt4d.parallel.symbolic import tape
 from gpt4d.parallel.symbolic.tensor import SymbolicTensor
 from gpt4d.step import build_stage
 from gpt4d.validation import validate
-from tests.grids import full
 from tests.parallel.pipeline.graph import joined, of_rows  # registers the family
 from tests.parallel.pipeline.test_runtime import check_step
 from tests.parallel.test_eager_costs import Counter
 from tests.parallel.test_symbolic_layers import CommunicatingDevice, symbolic_layer
 from tests.seams.test_toy import PlainToy, squared_error
+from tests.support.grids import full
+from tests.support.settings import configured
 
 PIPELINE = "parallel.pipeline."
 
 
 def configure(*settings: str) -> Config:
-    return compose(["model=graph", "optim=adamw", "train.seq_len=3", "train.batch_size=16", *settings])
+    return configured(["model=graph", "optim=adamw", "train.seq_len=3", "train.batch_size=16", *settings])
 
 
 class PlainGraph(PlainToy):

@@ -6,13 +6,12 @@ from unittest.mock import patch
 
 import pytest
 
-from gpt4d.config import compose
 from gpt4d.config.schema import STRATEGIES
 from gpt4d.parallel.pipeline.stage_program import SCHEDULES, StageTransfer
 from gpt4d.plan import ParallelPlan
 from gpt4d.validation import validate
-from tests.grids import full
-from tests.hardware_queues import (
+from tests.support.grids import full
+from tests.support.hardware_queues import (
     HIGH,
     Deadlock,
     Exchange,
@@ -26,7 +25,8 @@ from tests.hardware_queues import (
     round_robin,
     single_queue,
 )
-from tests.queued_operations import queued_operations
+from tests.support.queued_operations import queued_operations
+from tests.support.settings import configured
 
 CUDA, ROCM = 32, 4  # numbers of hardware queues
 SHARED = [single_queue, by_priority(ROCM), *(round_robin(k, offset) for k in (CUDA, ROCM) for offset in range(ROCM))]
@@ -70,7 +70,7 @@ def plan_of(schedule: str, grids: str, *settings: str) -> ParallelPlan:
     )  # fmt: skip
     model = () if "model=unet_tiny" in settings else (*GPT, f"model.layers={stages * chunks}")
     batch = f"train.batch_size={16 * stages}"
-    config = compose([*model, batch, *(PIPELINE + setting for setting in pipeline), *settings])
+    config = configured([*model, batch, *(PIPELINE + setting for setting in pipeline), *settings])
     return validate(config, sum(math.prod(map(int, grid.split("x"))) for grid in sizes))
 
 

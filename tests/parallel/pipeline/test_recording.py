@@ -10,7 +10,7 @@ from gpt4d.parallel.pipeline import trace
 from gpt4d.parallel.pipeline.simulation import Costs, Timeline, simulate
 from gpt4d.parallel.pipeline.stage_program import StageTransfer, orders_of
 from gpt4d.parallel.pipeline.trace import StageTrace, timeline
-from tests.grids import metric_lines, train_in_rank
+from tests.support.grids import metric_lines, train_in_rank
 
 PIPELINE = "parallel.pipeline."
 

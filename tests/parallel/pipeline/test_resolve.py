@@ -2,14 +2,15 @@
 
 import pytest
 
-from gpt4d.config import ConfigError, GridSizes, compose
+from gpt4d.config import ConfigError, GridSizes
 from gpt4d.validation import validate
+from tests.support.settings import configured
 
 MODEL = ("model=gpt_tiny", "model.hidden=32", "data.path=null", "train.batch_size=16")
 
 
 def plan(world_size, *settings):
-    return validate(compose([*MODEL, *settings]), world_size)
+    return validate(configured([*MODEL, *settings]), world_size)
 
 
 def test_two_stages_share_the_devices_and_the_work():

@@ -6,16 +6,16 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from gpt4d.config import compose
 from gpt4d.model import registry
 from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.pipeline.runtime import StageRuntime
 from gpt4d.parallel.resharding.transfer import ReshardingInFlight
 from gpt4d.step import TrainStep, mask_replicas
 from gpt4d.task import registry as tasks
-from tests.grids import full
 from tests.seams.test_toy import configure, plain_toy, squared_error
-from tests.stages import RandomTokens, own_stage
+from tests.support.grids import full
+from tests.support.settings import configured
+from tests.support.stages import RandomTokens, own_stage
 
 
 def step_of_toy(config, world_size):
@@ -140,7 +140,7 @@ GPT = (
 
 @pytest.fixture(scope="module")
 def serial_losses(ranks):
-    return ranks.run(1, losses_of_gpt, compose([*GPT]), 1)[0]
+    return ranks.run(1, losses_of_gpt, configured([*GPT]), 1)[0]
 
 
 @pytest.mark.parametrize(
@@ -157,5 +157,5 @@ def serial_losses(ranks):
     ids=str,
 )
 def test_training_a_gpt_with_a_tied_head_over_stages_equals_one_device(ranks, serial_losses, world_size, settings):
-    for numbers in ranks.run(world_size, losses_of_gpt, compose([*GPT, *settings]), world_size):
+    for numbers in ranks.run(world_size, losses_of_gpt, configured([*GPT, *settings]), world_size):
         assert numbers == pytest.approx(serial_losses, rel=1e-11)

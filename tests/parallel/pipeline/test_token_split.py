@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpt4d.config import GridSizes, compose
+from gpt4d.config import GridSizes
 from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.layout import CHUNK, Layout
 from gpt4d.parallel.pipeline.runtime import StageRuntime
@@ -11,8 +11,9 @@ from gpt4d.parallel.resharding.mesh import StageMesh
 from gpt4d.parallel.resharding.messages import rank_program
 from gpt4d.parallel.resharding.plan import plan
 from gpt4d.step import mask_replicas
-from tests.grids import full
-from tests.stages import RandomTokens, own_stage
+from tests.support.grids import full
+from tests.support.settings import configured
+from tests.support.stages import RandomTokens, own_stage
 
 PIPELINE = "parallel.pipeline."
 GPT = (
@@ -46,7 +47,7 @@ def step_of_gpt(config, world_size):
 
 @pytest.fixture(scope="module")
 def serial(ranks):
-    losses, gradients = ranks.run(1, step_of_gpt, compose([*GPT]), 1)[0]
+    losses, gradients = ranks.run(1, step_of_gpt, configured([*GPT]), 1)[0]
     return losses, {name: gradient for name, (_, gradient) in gradients.items()}
 
 
@@ -66,7 +67,7 @@ def serial(ranks):
 def test_a_gpt_with_split_tokens_over_stages_equals_one_device(ranks, serial, grids, settings):
     sizes = [GridSizes(*map(int, grid.split("x"))) for grid in grids.split(",")]
     world_size = sum(grid.devices for grid in sizes)
-    config = compose([*GPT, PIPELINE + "stages=2", PIPELINE + f"stage_grids=[{grids}]", *settings])
+    config = configured([*GPT, PIPELINE + "stages=2", PIPELINE + f"stage_grids=[{grids}]", *settings])
     expected_losses, expected = serial
     seen = {}
     for losses, gradients in ranks.run(world_size, step_of_gpt, config, world_size):

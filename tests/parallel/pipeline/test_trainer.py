@@ -10,7 +10,7 @@ import torch.distributed as dist
 from gpt4d.planner.stages import PipelineEstimate
 from gpt4d.trainer import Trainer
 from gpt4d.validation import validate
-from tests.grids import bytes_sent, full, metric_lines
+from tests.support.grids import bytes_sent, full, metric_lines
 
 PIPELINE = "parallel.pipeline."
 COMMON = (

@@ -1,6 +1,6 @@
 """The time from a fault of one rank to the end of all others, with the real limits of the watchdog.
 
-    python -m tests.lost_ranks [repeats=3] [timeout_s=10] [out=FILE]
+    python -m tests.support.lost_ranks [repeats=3] [timeout_s=10] [out=FILE]
 
 It prints a table in Markdown: the median and the maximum of ``repeats`` runs on two ranks of this machine, by fault.
 """
@@ -18,13 +18,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpt4d.config import compose, from_arguments
+from gpt4d.config import from_arguments
 from gpt4d.runtime.errors import one_line_errors
-from tests.jobs import LaunchedJob
-from tests.rank_pool import RankPool
 from tests.runtime.test_faults import at_step
 from tests.runtime.test_frozen import under_torchrun
 from tests.runtime.test_hangs import PHASES, replace_function
+from tests.support.jobs import LaunchedJob
+from tests.support.rank_pool import RankPool
+from tests.support.settings import configured
 
 # By fault: the rank that it strikes, and the signal or the phase of a hang.
 _FAULTS = {
@@ -80,9 +81,9 @@ def _measure(context, directory: Path, target: int, fault: signal.Signals | str,
     every = 3 if fault in ("save", "begin", "load") else 0
     overrides = settings(directory, timeout_s, f"run.dir={directory / 'run'}", f"checkpoint.every={every}")
     if fault == "load":
-        with LaunchedJob(context, compose([*overrides, "train.steps=3"]), 2) as job:
+        with LaunchedJob(context, configured([*overrides, "train.steps=3"]), 2) as job:
             assert job.exit_codes() == [0, 0], job.outputs()
-    with LaunchedJob(context, compose(overrides), 2, functools.partial(_arm, path, target, fault)) as job:
+    with LaunchedJob(context, configured(overrides), 2, functools.partial(_arm, path, target, fault)) as job:
         for rank in range(2):
             if rank != target or isinstance(fault, str):
                 job.exit_code(rank, _LIMIT_S)

@@ -35,11 +35,11 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.laboratory.virtual_operations import Operations, has_kernel, host_reads, tensors_in
+from benchmarks.laboratory.virtual_streams import HostLinks, Stream
 from gpt4d.parallel.comm.cpu import processor
 from gpt4d.parallel.comm.cpu.processor import Processor
 from gpt4d.parallel.comm.cpu.shared_memory import SharedMemoryCollective
-from gpt4d.testing.virtual_operations import Operations, has_kernel, host_reads, tensors_in
-from gpt4d.testing.virtual_streams import HostLinks, Stream
 
 _PLAIN = torch.Tensor, torch.nn.Parameter
 _MAX_LATE_SHARE = 0.05  # maximum share of the elapsed time; beyond it the processor was the bottleneck

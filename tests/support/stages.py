@@ -14,7 +14,7 @@ from gpt4d.parallel.stage import Stage
 from gpt4d.plan import ParallelPlan
 from gpt4d.step import build_stage, connect_stages, mask_replicas
 from gpt4d.validation import validate
-from tests.grids import fill_from_hf, to_hf
+from tests.support.grids import fill_from_hf, to_hf
 
 
 def own_stage(

@@ -1,33 +1,63 @@
-"""The default of ``model.vocab_size``: the vocabulary of the model that a run continues, or the size of its tokenizer.
+"""Values of settings that follow from files: the vocabulary of a checkpoint or of a tokenizer.
 
-``${tokenizer_size:}`` in settings stands for this number. Every composed configuration contains the number itself.
+A composed configuration depends on configs, arguments and environment alone, and leaves these values open.
 """
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from gpt4d.config.data_checks import HEADER, blend_paths, is_megatron, newest_file, tokenizer_file
-from gpt4d.config.fields import LARGEST_SIZE, ConfigError
-from gpt4d.config.schema import DataConfig
+from gpt4d.config import (
+    HEADER,
+    Config,
+    ConfigError,
+    DataConfig,
+    blend_paths,
+    is_megatron,
+    newest_file,
+    tokenizer_file,
+)
+from gpt4d.config.fields import LARGEST_SIZE
+from gpt4d.data import tokenizers
 
 TRAINED = 8192  # size of a tokenizer that is trained on the corpus, unless data.tokenizer_vocab is set
-_size_of: list[Callable[[str], int]] = []
 
 
-def register_tokenizer_size(size: Callable[[str], int]) -> None:
-    """Register the function that returns the size of a tokenizer by its name, a value of ``data.tokenizer``."""
-    _size_of[:] = [size]
+class Completion(NamedTuple):
+    """A configuration without open values.
+
+    Attributes:
+        config: the configuration.
+        origins: for each value that was open, the file or the setting from which it follows, by its key.
+    """
+
+    config: Config
+    origins: Mapping[str, str]
 
 
-def register_resolver() -> None:
-    """Let ``${tokenizer_size:}`` in YAML files stand for the default of ``model.vocab_size``."""
-    from omegaconf import OmegaConf
+def completion(config: Config) -> Completion:
+    """Return the configuration with the values that follow from files, and their origins.
 
-    OmegaConf.register_new_resolver("tokenizer_size", _default_vocabulary, replace=True)
+    ``model.vocab_size=null`` becomes the vocabulary of the checkpoint with which the run begins, otherwise the size of
+    the tokenizer of its data. Raises ConfigError if the data have no tokenizer.
+    """
+    model: Any = config.model
+    if getattr(model, "vocab_size", 0) is not None:  # a model of images has no vocabulary
+        return Completion(config, {})
+    size, origin = _vocabulary(config)
+    data = config.data
+    if data.tokenizer_vocab is None:
+        data = replace(data, tokenizer_vocab=size)
+    return Completion(replace(config, model=replace(model, vocab_size=size), data=data), {"model.vocab_size": origin})
+
+
+def complete(config: Config) -> Config:
+    """Return the configuration of ``completion``."""
+    return completion(config).config
 
 
 def tokenizer_size(data: DataConfig, download: bool = True) -> int | None:
@@ -52,35 +82,27 @@ def tokenizer_size(data: DataConfig, download: bool = True) -> int | None:
 @cache
 def _named_size(name: str, file: tuple[str, int, int] | None) -> int:
     """Return the size of a tokenizer. ``file``: path, time of change and bytes of its file; None without a file."""
-    return _size_of[0](name)
+    return tokenizers.size(name)
 
 
-def _default_vocabulary(*, _root_: Any) -> int:
-    """Return the vocabulary of the checkpoint with which the run begins; otherwise the size of its tokenizer.
-
-    Raises ConfigError if the data have no tokenizer.
-    """
-    from omegaconf import OmegaConf
-
-    given, resume = _root_.data, _root_.checkpoint.resume
-    resumed = {"auto": _root_.run.dir, "never": None}.get(resume, resume)
-    for directory in filter(None, (resumed, _root_.checkpoint.init)):
+def _vocabulary(config: Config) -> tuple[int, str]:
+    """Return the number of token ids of a run's model, and its origin."""
+    data, resume = config.data, config.checkpoint.resume
+    resumed = {"auto": config.run.dir, "never": None}.get(resume, resume)
+    for directory in filter(None, (resumed, config.checkpoint.init)):
         file = newest_file(Path(os.path.expanduser(directory)), "meta.json")
         if size := _stored(file, "model", "vocab_size"):
-            return size
-    path, blend = (OmegaConf.to_container(each) if OmegaConf.is_config(each) else each
-                   for each in (given.path, given.blend))  # fmt: skip
-    data = DataConfig(source=given.source, path=path, blend=blend, tokenizer=given.tokenizer, tokenizer_vocab=None)
+            return size, f"the checkpoint {file.parent}"
     if size := tokenizer_size(data):
-        return size
+        return size, f"the tokenizer of data={data.name}"
     if data.tokenizer is None and any(map(is_megatron, _prepared(data))):
         raise ConfigError(
             "data.tokenizer=null: Megatron's files have no tokenizer, whose size is the default of model.vocab_size; "
             "set data.tokenizer to the one that made them, or set model.vocab_size"
         )
-    if OmegaConf.is_interpolation(given, "tokenizer_vocab") or given.tokenizer_vocab is None:  # from model.vocab_size
-        return TRAINED
-    return max(1, min(given.tokenizer_vocab, LARGEST_SIZE))  # a value outside is an error of data.tokenizer_vocab
+    if data.tokenizer_vocab is None:
+        return TRAINED, "the default of data.tokenizer_vocab"
+    return max(1, min(data.tokenizer_vocab, LARGEST_SIZE)), "data.tokenizer_vocab"  # its limits are checked later
 
 
 def _prepared(data: DataConfig) -> list[str]:

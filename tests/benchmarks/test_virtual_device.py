@@ -9,6 +9,8 @@ import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.laboratory.virtual_device import VirtualDevice
+from benchmarks.laboratory.virtual_streams import Stream, intra_host_bytes
 from gpt4d.config import GridSizes
 from gpt4d.parallel.comm import collectives
 from gpt4d.parallel.comm.collectives import Axis
@@ -16,9 +18,7 @@ from gpt4d.parallel.comm.cpu import shared_memory
 from gpt4d.parallel.comm.cpu.comm_thread import CommThread
 from gpt4d.parallel.comm.cpu.shared_memory import SLOT_BYTES, SharedMemory
 from gpt4d.parallel.grid import Grid
-from gpt4d.testing.virtual_device import VirtualDevice
-from gpt4d.testing.virtual_streams import Stream, intra_host_bytes
-from tests.fake_time import FakeTime
+from tests.support.fake_time import FakeTime
 
 FLOPS, MEMORY_GB_S, LAUNCH_US = 1e6, 1e-3, 100.0
 LARGE = 128, 128

@@ -25,7 +25,7 @@ from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.resharding import messages
 from gpt4d.plan import ParallelPlan
 from gpt4d.step import TrainStep, build_stage, connect_stages
-from tests.hardware_queues import COMPUTE, HIGH, NORMAL, Exchange, Meeting, Operation, Record, Stream, Wait
+from tests.support.hardware_queues import COMPUTE, HIGH, NORMAL, Exchange, Meeting, Operation, Record, Stream, Wait
 
 _META = torch.device("meta")
 _CHUNK_BYTES = 2048  # even small tensors are sent in several rounds

@@ -31,7 +31,7 @@ _PRELOAD = [
     "gpt4d.run",
     "gpt4d.task.language",
     "gpt4d.trainer",
-    "tests.stages",
+    "tests.support.stages",
 ]
 
 

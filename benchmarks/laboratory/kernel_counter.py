@@ -16,12 +16,12 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.laboratory.virtual_operations import Operations, computes, nbytes, tensors_in
 from gpt4d.config import Config
 from gpt4d.parallel import compile
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.step import TrainStep, build_stage
-from gpt4d.testing.virtual_operations import Operations, computes, nbytes, tensors_in
 
 aten = torch.ops.aten
 _PACKAGE = str(Path(compile.__file__).parents[1])  # a clone's own name may be gpt4d too
