@@ -17,6 +17,12 @@ from tests.support.settings import configured
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_configure(config) -> None:
+    """Leave the directory of the user, in which pytest-xdist starts its workers, in the processes that run tests."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        environment.leave_working_directory()
+
+
 def pytest_collection_modifyitems(items) -> None:
     """Mark tests that train, so that ``make test-fast`` leaves them out."""
     for item in items:

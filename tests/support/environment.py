@@ -24,7 +24,7 @@ HIDDEN = {name: os.environ.get(name) for name in _HIDDEN}  # original values, wh
 
 
 def isolate() -> None:
-    """Move this process to a directory of its own, and hide the variables and files of the user from it."""
+    """Hide the variables and the files of the user from this process."""
     if os.environ.get(_OWNER) != str(os.getppid()):  # else a worker of pytest-xdist
         _create()
     run = Path(os.environ[RUN])
@@ -43,6 +43,10 @@ def isolate() -> None:
         WANDB_SILENT="true",
     )
     tempfile.tempdir = None  # pytest may have asked for the old one
+
+
+def leave_working_directory() -> None:
+    """Move this process to a directory of its own."""
     os.chdir(tempfile.mkdtemp(prefix="work-"))
 
 
