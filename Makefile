@@ -4,9 +4,15 @@ PYTHON ?= python3
 VENV := .venv
 DOCS_VENV := .venv-docs
 
-# Processes of pytest. Each runs the tests of one file at a time.
+# What pip installs into .venv: the pinned releases, or the newest ones with INSTALL=".[dev]".
+INSTALL ?= -r requirements.txt
+
+# Processes of pytest. Each begins with consecutive tests, and takes tests of another one when it has run its own.
 WORKERS ?= 3
-PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# pytest, with the type checker next to it.
+PYTEST = $(VENV)/bin/python -m mypy & types=$$!; trap "kill $$types 2> /dev/null" EXIT INT; \
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS) $(1); tests=$$?; \
+	wait $$types && exit $$tests
 
 .PHONY: train test test-fast test-full lint style soak gpu-check docs format clean
 
@@ -14,7 +20,7 @@ train: $(VENV)/installed
 	$(VENV)/bin/python train.py $(ARGS)
 
 test: style
-	$(PYTEST) $(ARGS)
+	@$(call PYTEST)
 
 # Tests that start neither ranks nor other processes.
 test-fast: $(VENV)/installed
@@ -22,12 +28,12 @@ test-fast: $(VENV)/installed
 
 # All tests, with the full products of options that `make test` samples.
 test-full: style
-	$(PYTEST) -m "not gpu" $(ARGS)
+	@$(call PYTEST,-m "not gpu")
 
 lint: style
 	$(VENV)/bin/python -m mypy
 
-# `make lint` without the type checker, which is among the tests.
+# `make lint` without the type checker.
 style: $(VENV)/installed
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m ruff format --check .
@@ -57,7 +63,7 @@ format: $(VENV)/installed
 $(VENV)/installed: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("error: gpt4d needs Python 3.11 or newer, %s is %s; use make PYTHON=python3.11" % (sys.executable, sys.version.split()[0]))'
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(INSTALL)
 	touch $@
 
 $(DOCS_VENV)/installed: docs/requirements.txt

@@ -1,5 +1,7 @@
 import random
+import shlex
 import signal
+from zlib import crc32
 
 import pytest
 
@@ -23,11 +25,28 @@ def pytest_configure(config) -> None:
         environment.leave_working_directory()
 
 
-def pytest_collection_modifyitems(items) -> None:
-    """Mark tests that train, so that ``make test-fast`` leaves them out."""
+def pytest_addoption(parser) -> None:
+    parser.addoption("--third", type=int, choices=range(3), help="run only a third of the tests marked full: 0, 1 or 2")
+
+
+def pytest_collection_modifyitems(config, items) -> None:
+    """Mark tests that train, which ``make test-fast`` leaves out, and choose the third of the tests marked full."""
+    third = config.getoption("third")
+    if third is not None:
+        left = [item for item in items if item.get_closest_marker("full") and crc32(item.nodeid.encode()) % 3 != third]
+        excluded = set(left)
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in excluded]
     for item in items:
         if {"ranks", "single_device"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.ranks)
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Print the command that repeats each failed test."""
+    failed = [*terminalreporter.stats.get("failed", ()), *terminalreporter.stats.get("error", ())]
+    for name in dict.fromkeys(report.nodeid for report in failed):
+        terminalreporter.write_line(f"repeat: .venv/bin/python -m pytest -m '' {shlex.quote(name)}")
 
 
 def pytest_collection_finish(session) -> None:

@@ -1,4 +1,4 @@
-"""Forty faults that ``make test`` must catch.
+"""Faults that ``make test`` must catch.
 
     python -m tests.mutations [NUMBER…] [--listed]
 
@@ -10,19 +10,17 @@ runs only the tests that the list names.
 
 import os
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-_COPIED = ("benchmarks", "configs", "docs", "examples", "gpt4d", "scripts", "tests")
+from tests.support.clone import copied_repository
+from tests.support.environment import REPOSITORY
+
 _LINE = 1000  # characters of a test's name and error
 _LIMIT_S = 900  # a mutation that makes the ranks hang is caught by their timeouts long before
 
@@ -144,7 +142,7 @@ MUTATIONS = [
         'return (*reversed(self.head_axes(spec.head_parts)), "z", "data")',
         'return ("z", "data")',
         "the gradient of a norm of heads is all-reduced over the axes that split the heads",
-        "tests/model/test_llama.py",
+        "tests/model/test_families.py",
     ),
     Mutation(
         "parallel/layers/loss_kernels.py",
@@ -193,7 +191,7 @@ MUTATIONS = [
         "return all(index == 0 for name, index in grid.indices.items()",
         "return all(index >= 0 for name, index in grid.indices.items()",
         "the gradient norm counts a replicated parameter once",
-        "tests/model/test_gpt2.py",
+        "tests/model/test_families.py",
     ),
     # Pipelines and resharding
     Mutation(
@@ -273,21 +271,21 @@ MUTATIONS = [
         "kept + (1 - kept) / config.rope_factor",
         "kept + (1 - kept) * config.rope_factor",
         "rotary frequencies are scaled as in transformers",
-        "tests/model/test_llama.py",
+        "tests/model/test_families.py",
     ),
     Mutation(
         "model/gemma3/model.py",
         "zip(rotary_frequencies(config), (config.window, None), strict=True)",
         "zip(rotary_frequencies(config), (None, config.window), strict=True)",
         "local blocks of a Gemma attend to a window",
-        "tests/model/test_gemma3.py",
+        "tests/model/test_families.py",
     ),
     Mutation(
         "parallel/layers/routing.py",
         "spec.balance_rate * spec.experts * each",
         "spec.balance_rate * each",
         "the balance loss has the factor of transformers'",
-        "tests/model/test_moe.py",
+        "tests/model/test_families.py",
     ),
     Mutation(
         "parallel/routers.py",
@@ -395,20 +393,6 @@ MUTATIONS = [
 ]
 
 
-@contextmanager
-def _copy() -> Iterator[Path]:
-    """Yield a copy of the repository that ends with the body."""
-    with tempfile.TemporaryDirectory(prefix="gpt4d-mutations-") as directory:
-        copy = Path(directory) / "gpt4d"
-        copy.mkdir()
-        for entry in REPOSITORY.iterdir():
-            if entry.name in _COPIED:
-                shutil.copytree(entry, copy / entry.name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-            elif entry.is_file() and not entry.is_symlink():
-                shutil.copy(entry, copy)
-        yield copy
-
-
 class Failure(NamedTuple):
     """The first test that fails, and the first line of its error."""
 
@@ -435,7 +419,7 @@ def _first_failure(copy: Path, tests: list[str]) -> Failure | None:
 
 def catch(mutation: Mutation, only_listed: bool = False) -> Failure | None:
     """Return the failure that catches a mutation, or None if it survives: the test must pass without the mutation."""
-    with _copy() as copy:
+    with copied_repository() as copy:
         path = copy / "gpt4d" / mutation.file
         original = path.read_text(encoding="utf-8")
         path.write_text(original.replace(mutation.old, mutation.new), encoding="utf-8")

@@ -94,7 +94,7 @@ def _vocabulary(config: Config) -> tuple[int, str]:
         if size := _stored(file, "model", "vocab_size"):
             return size, f"the checkpoint {file.parent}"
     if size := tokenizer_size(data):
-        return size, f"the tokenizer of data={data.name}"
+        return size, f"data.tokenizer={data.tokenizer}" if data.tokenizer else f"the tokenizer of data={data.name}"
     if data.tokenizer is None and any(map(is_megatron, _prepared(data))):
         raise ConfigError(
             "data.tokenizer=null: Megatron's files have no tokenizer, whose size is the default of model.vocab_size; "
