@@ -28,6 +28,7 @@ from gpt4d.parallel.routers import Routers
 from gpt4d.parallel.sharded_weights import ShardedWeights, compute_dtype
 from gpt4d.parallel.stage import Stage
 from gpt4d.plan import ParallelPlan
+from gpt4d.runtime.consensus import gather_in_group
 
 
 class StepResult(NamedTuple):
@@ -132,7 +133,10 @@ def connect_stages(plan: ParallelPlan, stage: Stage, ranks_per_host: int, timeou
         Copy(name, owner, holder, spec.layout, spec.shape, stage.weights.dtype)
         for name, owner, holder, spec in copied_parameters(described)
     ]
-    # Not with local synchronization: torch derives the name from how many groups a rank has, which differs by stage.
+    # torch names a group after the number of groups that its ranks have created, which differs by stage.
+    created = stage.weights.context.grid.num_groups
+    for _ in range(max(gather_in_group(created)) - created):
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
     new_group = partial(dist.new_group, timeout=timeout, backend=backend_of(stage.weights.device.type))
     training_edges = edges_in(token_split if parallel.sequence_parallel else plain)
     stage.exchange = Exchange(

@@ -56,6 +56,7 @@ class Grid:
         expert_data: bool = False,
     ):
         self.sizes, self.device_type, self._timeout = sizes, device_type, timeout
+        self.num_groups = 0  # process groups that this rank has created
         world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         self.ranks = tuple(range(world_size) if ranks is None else ranks)
         assert len(self.ranks) == sizes.devices, f"a grid of {sizes} does not fit {len(self.ranks)} rank(s)"
@@ -90,9 +91,11 @@ class Grid:
         # Only members create the group, so that stages can be built concurrently.
         backend = backend_of(self.device_type)
         group = dist.new_group(members, self._timeout, backend, use_local_synchronization=True)
+        self.num_groups += 1
         if self.device_type == "cpu":
             # The computation does not wait for the weights and gradients of z and data.
-            transport = hosts.connect(group, yielding=name in ("z", "data"))
+            transport = hosts.connect(group, yielding=name in ("z", "data"))  # creates a second group
+            self.num_groups += 1
         else:
             transport = transport_of(group, self.device_type)
         return Axis(name, len(members), index, group, transport)
@@ -117,7 +120,7 @@ class Grid:
         grid.sizes, grid.device_type, grid.ranks = GridSizes(), "cpu", (0,)
         for name in (*grid.sizes._fields, "context", "batch", "world"):
             setattr(grid, name, Axis(name))
-        grid.index = 0
+        grid.index = grid.num_groups = 0
         return grid
 
     @staticmethod
