@@ -33,7 +33,7 @@ def draw(path: Path, title: str, seconds: float, spans: list[LayerSpan], axes: d
         plot.broken_barh([(a * 1e3, (b - a) * 1e3) for a, b in intervals], (bottom, height), **style)
 
     bars([(0, seconds)], 0, 1.8, color=_OTHER, linewidth=0, label="other computation (loss, norms, …)")
-    outer, inner = _lanes(spans)
+    outer, inner = lanes(spans)
     for phase, color in _COLORS.items():
         for lane, bottom, height in ((outer, 1.25, 0.55), (inner, 0, 1.2)):
             pieces = [(a, b) for span, a, b in lane if span.phase == phase]
@@ -64,7 +64,7 @@ def draw(path: Path, title: str, seconds: float, spans: list[LayerSpan], axes: d
     figure.savefig(path, dpi=120)
 
 
-def _lanes(spans: list[LayerSpan]) -> tuple[list, list]:
+def lanes(spans: list[LayerSpan]) -> tuple[list, list]:
     """Return the visible intervals of two lanes: the outermost layers and the innermost layers."""
     names = {span.name for span in spans}
     parents = {name: [parent for parent in _ancestors(name) if parent in names] for name in names}

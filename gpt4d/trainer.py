@@ -136,7 +136,7 @@ class Trainer:
             profile = Profile(self.config, self.train_step, self.log, self.progress.step)
             with profile, stop.deferred():
                 self._loop(profile, stop)
-            self._finish()
+            self.finish()
             if self.stage.exchange:  # not after an error, which must not wait for transfers
                 self.stage.exchange.close()
             run_on_rank0(self.log.close, "closing the log")
@@ -176,13 +176,13 @@ class Trainer:
             # Timing of communication slows a GPU, so only the last step before a report is timed.
             self.meter.time_communication(reporting or profile.includes(step) or self.device.type == "cpu")
             with profile.step(step):
-                unread.append(self._step(stop))
+                unread.append(self.step(stop))
             self.checkpoints.report_saved()
             if step == first + _SLOW_STEPS:
                 self.hang_detector.end_startup()
             # The GPU is one step ahead of the metrics that the host reads, unless the host needs them now.
             while len(unread) > (0 if reporting or stopping or train.skip_spikes else 1):
-                step_metrics = self._read(unread.popleft())
+                step_metrics = self.read(unread.popleft())
                 stopping |= step_metrics.stopping
             if reporting or stopping:
                 self.log.step(self.meter.measure(step_metrics, progress, self.log))
@@ -206,7 +206,7 @@ class Trainer:
             run_on_rank0(self._plot_losses, "plotting the losses")
             raise signals.Stopped
 
-    def _step(self, stop: StopRequest) -> PendingMetrics:
+    def step(self, stop: StopRequest) -> PendingMetrics:
         """Train on the next batch; the update is skipped if loss or gradient norm are not finite."""
         train, progress = self.config.train, self.progress
         lr = learning_rate(progress.step, self.config.optim, train.steps)
@@ -222,7 +222,7 @@ class Trainer:
         values = torch.stack((result.loss, result.norm, result.skipped.double(), result.stopping))
         return PendingMetrics(progress.step, lr, values, result.routing)
 
-    def _read(self, pending: PendingMetrics) -> StepMetrics:
+    def read(self, pending: PendingMetrics) -> StepMetrics:
         step_metrics = pending.read()
         self.progress.skipped += step_metrics.skipped
         if event := self.monitor.note(step_metrics):
@@ -236,14 +236,14 @@ class Trainer:
         With ``optim.validate_averages``, also report the losses of the averaged weights.
         """
         sets = {name: data for name, data in self.task.validation.items() if data.steps}
-        results = {name: self._evaluate(data) for name, data in sets.items()}
+        results = {name: self.evaluate(data) for name, data in sets.items()}
         if not results:
             return {}
         losses = {name: result["loss"] for name, result in results.items()}
         if self.config.optim.validate_averages:
             with self.task.averaged():
                 for name, data in sets.items():
-                    results[name]["average_loss"] = self._evaluate(data)["loss"]
+                    results[name]["average_loss"] = self.evaluate(data)["loss"]
         held_out: Mapping[str, float | None] = results.pop(HELD_OUT, {"loss": None})
         self.validation_loss = held_out["loss"]
         shown = [f"{name} {loss:.4f}".removeprefix(f"{HELD_OUT} ") for name, loss in losses.items()]
@@ -254,7 +254,7 @@ class Trainer:
         self.log.event("validation", message, **self.progress.values(self.task.unit), **values)
         return losses
 
-    def _evaluate(self, data: ValidationSet) -> dict[str, float]:
+    def evaluate(self, data: ValidationSet) -> dict[str, float]:
         """Return the loss per counted unit of a validation set; for text also its perplexity and bits per byte."""
         batches = chain.from_iterable(map(data.batches, range(data.steps)))
         total = self.train_step.evaluate(batches, data.steps * self.plan.microbatches).item()
@@ -308,7 +308,7 @@ class Trainer:
         self._plot_losses()
         self.log.close()  # a tracker may lose values that it has not written when the process ends
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """Report a sample, the final validation loss and the location of the outputs."""
         self.train_step.runtime.release_graphs()
         if sample := self.task.sample():

@@ -206,7 +206,7 @@ MUTATIONS = [
         "gradients[name] = gradients[name] + gradient if name in gradients else gradient",
         "gradients[name] = gradient",
         "gradients of a tensor that crosses to several stages are added",
-        "tests/parallel/pipeline/test_graph.py",
+        "tests/parallel/pipeline/test_runtime.py",
     ),
     Mutation(
         "parallel/resharding/messages.py",
@@ -263,7 +263,7 @@ MUTATIONS = [
         "return loss if grid.x.index == grid.y.index == 0 else",
         "return loss if grid.x.index == 0 else",
         "the loss counts each sample once",
-        "tests/parallel/test_interleave.py",
+        "tests/parallel/test_exact_plans.py",
     ),
     # Model families
     Mutation(

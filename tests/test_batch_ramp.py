@@ -2,20 +2,18 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from gpt4d.config import ConfigError, GridSizes, TrainConfig, batch_size_at, samples_of, steps_for
-from gpt4d.data import sampler
-from gpt4d.data.prepare import corpus as prepared
 from gpt4d.planner.workload import micro_batch_sizes
 from gpt4d.validation import validate
-from tests.data import batch
+from tests.support.commands import wrong_messages
 from tests.support.grids import build_model, full, hf_model, metric_lines, train_in_rank
 from tests.support.settings import configured
-from tests.test_trainer import plain_torch_run
+from tests.support.training import losses_and_norms, mean_loss, plain_torch_run
 
 RAMP = [[0, 4], [18, 8], [60, 16]]  # 5 steps of 4 samples, 5 steps of 8 samples, then 16 samples
 SIZES = 5 * [4] + 5 * [8] + 10 * [16]
+STAGES = "parallel.pipeline.stages=2"
 
 
 def sizes_of(train, steps):
@@ -40,76 +38,62 @@ def test_a_size_begins_with_the_first_step_at_or_after_its_first_sample(ramp):
     assert sizes_of(TrainConfig(batch_ramp=RAMP), 20) == SIZES
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["train.batch_ramp=64"], "64: not a list of first samples and batch sizes; use [[0,64],[1000000,128]], for"),
-        (["train.batch_ramp=[[0,4],[8]]"], "[[0,4],[8]]: not a list of first samples and batch sizes; use"),
-        (["train.batch_ramp=[[0,2.5],[8,8]]"], "[[0,2.5],[8,8]]: not a list of first samples and batch sizes; use"),
-        (["train.batch_ramp=[]"], "[]: not a list of first samples and batch sizes; use"),
-        (["train.batch_ramp=[[4,4],[8,8]]"], "[[4,4],[8,8]]: the first batch begins with sample 4; begin with [0,4]"),
-        (["train.batch_ramp=[[0,4],[8,2],[9,8]]"], "[[0,4],[8,2],[9,8]]: [8,2] follows [0,4]; use increasing samples"),
-        (["train.batch_ramp=[[0,4],[0,8]]"], "[[0,4],[0,8]]: [0,8] follows [0,4]; use increasing samples and"),
-        (["train.batch_ramp=[[0,4],[9,6]]"], "[[0,4],[9,6]]: ends with 6 samples, and train.batch_size=8; set train.b"),
-        (
-            ["train.batch_ramp=[[0,3],[9,8]]", "parallel.gdata=2"],
-            "[[0,3],[9,8]]: its batch of 3 is not possible: train.batch_size=3: cannot be split over parallel.gdata·gz",
-        ),
-        (
-            ["train.batch_ramp=[[0,2],[9,8],[99,12]]", "train.batch_size=12", "train.micro_batch_size=3"],
-            "[[0,2],[9,8],[99,12]]: its batch of 8 is not possible: train.micro_batch_size=3: does not divide a device",
-        ),
-        (
-            ["train.batch_ramp=[[0,2],[9,8]]", "parallel.chunks=2", "parallel.gdata=2"],
-            "[[0,2],[9,8]]: its batch of 2 is not possible: parallel.chunks=2: does not divide a device's microbatch",
-        ),
-        (
-            ["train.batch_ramp=[[0,3],[9,8]]", "parallel.pipeline.stages=2", "parallel.chunks=2"],
-            "[[0,3],[9,8]]: its batch of 3 cannot be cut into microbatches: each stage splits one over its gdata·gz",
-        ),
-    ],
-)
-def test_a_mistake_in_a_ramp_is_one_line(overrides, message):
-    with pytest.raises(ConfigError) as error:
-        validate(configured(["train.batch_size=8", *overrides]), 2)
-    assert str(error.value).startswith(f"train.batch_ramp={message}") and "\n" not in str(error.value)
+MISTAKES = [  # the ramp and other settings, and the message after the key
+    ("64", "64: not a list of first samples and batch sizes; use [[0,64],[1000000,128]], for"),
+    ("[[0,4],[8]]", "[[0,4],[8]]: not a list of first samples and batch sizes; use"),
+    ("[[0,2.5],[8,8]]", "[[0,2.5],[8,8]]: not a list of first samples and batch sizes; use"),
+    ("[]", "[]: not a list of first samples and batch sizes; use"),
+    ("[[4,4],[8,8]]", "[[4,4],[8,8]]: the first batch begins with sample 4; begin with [0,4]"),
+    ("[[0,4],[8,2],[9,8]]", "[[0,4],[8,2],[9,8]]: [8,2] follows [0,4]; use increasing samples"),
+    ("[[0,4],[0,8]]", "[[0,4],[0,8]]: [0,8] follows [0,4]; use increasing samples and"),
+    ("[[0,4],[9,6]]", "[[0,4],[9,6]]: ends with 6 samples, and train.batch_size=8; set train.b"),
+    ("[[0,3],[9,8]] parallel.gdata=2",
+     "[[0,3],[9,8]]: its batch of 3 is not possible: train.batch_size=3: cannot be split over parallel.gdata·gz"),
+    ("[[0,2],[9,8],[99,12]] train.batch_size=12 train.micro_batch_size=3",
+     "[[0,2],[9,8],[99,12]]: its batch of 8 is not possible: train.micro_batch_size=3: does not divide a device"),
+    ("[[0,2],[9,8]] parallel.chunks=2 parallel.gdata=2",
+     "[[0,2],[9,8]]: its batch of 2 is not possible: parallel.chunks=2: does not divide a device's microbatch"),
+    ("[[0,3],[9,8]] parallel.pipeline.stages=2 parallel.chunks=2",
+     "[[0,3],[9,8]]: its batch of 3 cannot be cut into microbatches: each stage splits one over its gdata·gz"),
+]  # fmt: skip
+
+
+def test_a_mistake_in_a_ramp_is_one_line():
+    cases = [(f"train.batch_ramp={words}", f"^train.batch_ramp={message}") for words, message in MISTAKES]
+    assert not wrong_messages(cases, lambda words: validate(configured(["train.batch_size=8", *words.split()]), 2))
+
+
+def configured_ramp(ramp, batch_size, *overrides):
+    return configured([f"train.batch_size={batch_size}", f"train.batch_ramp={ramp}", *overrides])
 
 
 def test_stages_have_microbatches_of_one_size_in_all_batches():
-    ramp, stages = "train.batch_ramp=[[0,4],[9,8]]", "parallel.pipeline.stages=2"
-    plan = validate(configured(["train.batch_size=8", ramp, stages]), 2)
-    assert [plan.microbatches_of(size) for size in (4, 8)] == [4, 8]
-    given = ["train.batch_size=8", ramp, stages, "parallel.pipeline.microbatches"]
-    assert validate(configured([*given[:3], f"{given[3]}=2"]), 2).microbatches_of(4) == 1
-    with pytest.raises(
-        ConfigError, match=r"pipeline\.microbatches=1: .* every batch of train\.batch_ramp; use one of 2, 4"
-    ):
-        validate(configured([*given[:3], f"{given[3]}=1"]), 2)
+    def plan(*overrides):
+        return validate(configured_ramp("[[0,4],[9,8]]", 8, STAGES, *overrides), 2)
+
+    assert [plan().microbatches_of(size) for size in (4, 8)] == [4, 8]
+    assert plan("parallel.pipeline.microbatches=2").microbatches_of(4) == 1
+    expected = r"pipeline\.microbatches=1: .* every batch of train\.batch_ramp; use one of 2, 4"
+    with pytest.raises(ConfigError, match=expected):
+        plan("parallel.pipeline.microbatches=1")
 
 
 @pytest.mark.parametrize("mode", ["auto", "atp"])
 def test_the_planner_chooses_a_grid_and_a_microbatch_that_divide_every_batch(mode):
-    overrides = ["train.batch_size=12", "train.batch_ramp=[[0,2],[100,12]]", "cluster=local", f"parallel.mode={mode}"]
-    plan = validate(configured(overrides), 8)
+    plan = validate(configured_ramp("[[0,2],[100,12]]", 12, "cluster=local", f"parallel.mode={mode}"), 8)
     shards = plan.sizes.sample_shards(plan.config.parallel.context)
     micro_batch = plan.micro_batch_size(plan.stages[0])
-    assert 2 % shards == 0
-    assert micro_batch * shards * plan.microbatches == 12 and plan.microbatches_of(2) == max(
-        1, 2 // micro_batch // shards
-    )
+    assert 2 % shards == 0 and micro_batch * shards * plan.microbatches == 12
+    assert plan.microbatches_of(2) == max(1, 2 // micro_batch // shards)
 
 
 def test_the_planner_tries_microbatches_that_divide_every_larger_share():
-    config = configured(
-        ["train.batch_size=24", "train.batch_ramp=[[0,4],[50,16],[100,24]]", "train.micro_batch_size=null"]
-    )
+    config = configured_ramp("[[0,4],[50,16],[100,24]]", 24, "train.micro_batch_size=null")
     assert micro_batch_sizes(config, GridSizes(data=2)) == [12, 4, 2, 1]
 
 
 def test_the_length_in_tokens_counts_the_smaller_batches():
-    train = configured(
-        ["train.batch_size=16", "train.seq_len=8", "train.batch_ramp=[[0,4],[18,8],[6e1,16]]", "train.tokens=1760"]
-    ).train
+    train = configured_ramp("[[0,4],[18,8],[6e1,16]]", 16, "train.seq_len=8", "train.tokens=1760").train
     assert (train.steps, train.batch_ramp) == (20, RAMP)
 
 
@@ -117,34 +101,19 @@ def on_ramp(tiny, *overrides):
     return tiny(f"train.batch_ramp={RAMP}".replace(" ", ""), "optim.schedule_steps=20", *overrides)
 
 
-def losses_and_norms(run_dir):
-    lines = metric_lines(run_dir)
-    return [line["loss"] for line in lines], [line["grad_norm"] for line in lines]
-
-
 @pytest.fixture(scope="module")
-def plain(ranks):
+def plain():
     """Return a function to the losses and norms of plain torch on the batches of the ramp, which trains once."""
     made = []
 
     def run(tiny):
         if not made:
             config = on_ramp(tiny)
-            tokens = prepared(config.data).first.tokens("train")
-            data = sampler.Sequences(tokens, config.train.seq_len, config.train.seed, shuffle=True)
-
-            def loss_of(model, step):
-                ids, targets = batch(data, sum(SIZES[:step]), SIZES[step])
-                return F.cross_entropy(model(ids).logits.flatten(0, 1), targets.flatten())
-
             start = build_model(config.model, GridSizes(), torch.float32, seed=config.train.seed)
-            made.extend(plain_torch_run(config, hf_model(start), loss_of))
+            made.extend(plain_torch_run(config, hf_model(start), mean_loss(config, SIZES)))
         return made
 
     return run
-
-
-STAGES = "parallel.pipeline.stages=2"
 
 
 @pytest.mark.parametrize(
@@ -161,7 +130,7 @@ STAGES = "parallel.pipeline.stages=2"
 def test_a_run_on_a_ramp_equals_plain_torch_on_the_same_batches(ranks, plain, tiny, world, overrides):
     config = on_ramp(tiny, *overrides)
     ranks.run(world, train_in_rank, config)
-    losses, norms = losses_and_norms(config.run.dir)
+    losses, norms = losses_and_norms(config)
     expected_losses, expected_norms = plain(tiny)
     assert losses == pytest.approx(expected_losses, rel=1e-5)
     assert norms == pytest.approx(expected_norms, rel=1e-4)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_cli import ROOT
+from tests.support.environment import REPOSITORY
 
 AWKWARD = ["a=b c", "said='\"it\"'", "blend={x: 0.5, 'y z': 0.5}", "glob=*.txt", "$HOME=$(date)", "", "back\\"]
 NODES = ["x3006c0s13b1n0.hsn.cm.polaris", "x3006c0s19b0n0.hsn.cm.polaris"]
@@ -54,19 +54,12 @@ def batch(tmp_path):
 
     def run(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
         variables = {
-            "PATH": f"{tmp_path}:{os.environ['PATH']}",
-            "HOME": str(tmp_path),
-            "STAND_IN": str(tmp_path),
-            "GPT4D_VENV": sys.prefix,
-            "GPT4D_OFI_PLUGIN": str(tmp_path),
-            "PBS_JOBID": "7.polaris",
-            "PBS_NODEFILE": str(tmp_path / "nodes"),
-            "WALLTIME": "01:00:00",
-            "CODE": "0",
-            **environment,
-        }
-        command = ["bash", *([str(ROOT / "scripts" / script)] if script else []), *arguments]
-        return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60)
+            "PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path), "STAND_IN": str(tmp_path),
+            "GPT4D_VENV": sys.prefix, "GPT4D_OFI_PLUGIN": str(tmp_path), "PBS_JOBID": "7.polaris",
+            "PBS_NODEFILE": str(tmp_path / "nodes"), "WALLTIME": "01:00:00", "CODE": "0", **environment,
+        }  # fmt: skip
+        command = ["bash", *([str(REPOSITORY / "scripts" / script)] if script else []), *arguments]
+        return subprocess.run(command, cwd=REPOSITORY, env=variables, capture_output=True, text=True, timeout=60)
 
     return run
 
@@ -78,24 +71,22 @@ def received(tmp_path: Path) -> tuple[list[str], str]:
     return arguments[program + 1 :], " ".join(arguments[: program - 1])
 
 
-@pytest.mark.parametrize(("script", "per_node"), [("pbs/polaris.sh", 4), ("pbs/aurora.sh", 12)])
-def test_a_pbs_script_starts_all_ranks_with_the_overrides(batch, tmp_path, script, per_node):
-    result = batch(script, "last=1", GPT4D_ARGS=shlex.join(AWKWARD))
+@pytest.mark.parametrize(
+    ("script", "per_node"), [("pbs/polaris.sh", 4), ("pbs/aurora.sh", 12), ("flux/tuolumne.sh", 4)]
+)
+def test_a_script_starts_all_ranks_with_the_overrides(batch, tmp_path, script, per_node):
+    flux = script.startswith("flux")
+    result = batch(script, *AWKWARD) if flux else batch(script, "last=1", GPT4D_ARGS=shlex.join(AWKWARD))
     assert result.returncode == 0, result.stderr
     overrides, options = received(tmp_path)
-    assert overrides == [*AWKWARD, "last=1"]
-    assert f"-n {2 * per_node} --ppn {per_node} --hostfile {tmp_path / 'nodes'} --cpu-bind list:" in options
-    assert options.partition("list:")[2].count(":") == per_node - 1, "each rank has its own cores"
-    assert (tmp_path / "environment").read_text() == f"{NODES[0]} {2 * per_node}\n"
-
-
-def test_a_flux_script_starts_all_ranks_with_the_overrides(batch, tmp_path):
-    result = batch("flux/tuolumne.sh", *AWKWARD)
-    assert result.returncode == 0, result.stderr
-    overrides, options = received(tmp_path)
-    assert overrides == AWKWARD
-    assert options.startswith("submit --nodes=2 --tasks-per-node=4 --exclusive ")
-    assert (tmp_path / "environment").read_text() == "tuolumne1001\n"
+    host = (tmp_path / "environment").read_text()
+    if flux:
+        assert (overrides, host) == (AWKWARD, "tuolumne1001\n")
+        assert options.startswith(f"submit --nodes=2 --tasks-per-node={per_node} --exclusive ")
+    else:
+        assert (overrides, host) == ([*AWKWARD, "last=1"], f"{NODES[0]} {2 * per_node}\n")
+        assert f"-n {2 * per_node} --ppn {per_node} --hostfile {tmp_path / 'nodes'} --cpu-bind list:" in options
+        assert options.partition("list:")[2].count(":") == per_node - 1, "each rank has its own cores"
 
 
 @pytest.mark.parametrize("script", ["pbs/polaris.sh", "flux/tuolumne.sh"])

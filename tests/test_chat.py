@@ -1,8 +1,11 @@
 """Conversations with a model: transformers gives the same answers, on every grid, in the terminal and in files."""
 
+import functools
+import itertools
 import json
 import os
 import signal
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,10 +15,11 @@ from gpt4d import chat
 from gpt4d.chat import Chat, ChatConfig
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.checkpoint.importer import import_model
-from gpt4d.config import ConfigError
 from gpt4d.data import tokenizers, transformers_tokenizer
 from gpt4d.inference import files_of, inference_plan, load_stage
 from gpt4d.runtime.consensus import all_gather_json
+from gpt4d.task import generation
+from tests.support.commands import wrong_messages
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
@@ -32,10 +36,10 @@ def model(tmp_path_factory):
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(
-        vocab_size=320, num_hidden_layers=2, max_position_embeddings=96, bos_token_id=0, eos_token_id=0, **sizes
-    )
+        vocab_size=320, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
+        num_hidden_layers=2, max_position_embeddings=96, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
     made = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, parameter in made.named_parameters():
@@ -50,19 +54,29 @@ def model(tmp_path_factory):
     return source, run
 
 
-def expected_answer(source, messages):
+@functools.cache
+def transformers_of(source):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer, made = AutoTokenizer.from_pretrained(source), AutoModelForCausalLM.from_pretrained(source)
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=False)
-    new = made.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False, pad_token_id=0
-    )
+    return AutoTokenizer.from_pretrained(source), AutoModelForCausalLM.from_pretrained(source)
+
+
+def conversation(*texts):
+    """Return messages of the user and the assistant in alternation."""
+    return [{"role": role, "content": text} for role, text in zip(itertools.cycle(["user", "assistant"]), texts)]
+
+
+def expected_answer(source, *texts):
+    tokenizer, made = transformers_of(source)
+    messages, options = conversation(*texts), {"return_tensors": "pt", "return_dict": False}
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
+    mask = torch.ones_like(ids)
+    new = made.generate(ids, attention_mask=mask, max_new_tokens=TOKENS, do_sample=False, pad_token_id=0)
     return tokenizer.decode(new[0, ids.shape[1] :], skip_special_tokens=True).rstrip("\ufffd")
 
 
 def opened(run, **settings) -> Chat:
-    config = ChatConfig(str(run), temperature=0, tokens=TOKENS, **settings)
+    config = ChatConfig(str(run), **{"temperature": 0, "tokens": TOKENS} | settings)
     checkpoint = Checkpoint.open(run)
     plan = inference_plan(checkpoint.meta.model, config, dist.get_world_size())
     stage = load_stage(checkpoint, plan, dist.get_rank(), torch.device("cpu"), ranks_per_host=1)
@@ -73,12 +87,12 @@ def opened(run, **settings) -> Chat:
 
 def terminal(lines):
     """Return a function that reads these lines as a terminal does; a line may be an action."""
-    left = list(lines)
+    left = iter(lines)
 
     def read():
-        if not left:
+        line = next(left, None)
+        if line is None:
             raise EOFError
-        line = left.pop(0)
         return line() if callable(line) else line
 
     return read
@@ -96,10 +110,8 @@ def test_answers_of_a_conversation_equal_those_of_transformers(ranks, model, set
     source, run = model
     first, second = "Gold", "the people"
     written = ranks.run(2 if settings else 1, talk, run, [first, "", second, "/reset", second], settings)[0]
-    messages = [{"role": "user", "content": first}]
-    expected = [expected_answer(source, messages)]
-    messages += [{"role": "assistant", "content": expected[0]}, {"role": "user", "content": second}]
-    expected += [expected_answer(source, messages), expected_answer(source, messages[2:])]
+    answer = expected_answer(source, first)
+    expected = [answer, expected_answer(source, first, answer, second), expected_answer(source, second)]
     assert "".join(written) == "".join(f"{answer}{CUT}\n" for answer in expected)
     assert len(written) > 12, "the answers appear while they are generated"
 
@@ -112,27 +124,16 @@ def interrupted_talk(run):
         if len(written) == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
-    made = opened(run)
-    made.talk(terminal(["Gold", "silver"]), write)
+    opened(run).talk(terminal(["Gold", "silver"]), write)
     return "".join(written).replace(CUT, "").split("\n")
 
 
 def test_an_interruption_stops_the_answer_and_keeps_the_conversation(ranks, model):
     source, run = model
     ((stopped, second, _),) = ranks.run(1, interrupted_talk, run)
-    complete = expected_answer(source, [{"role": "user", "content": "Gold"}])
+    complete = expected_answer(source, "Gold")
     assert complete.startswith(stopped) and len(stopped) < len(complete)
-    messages = [{"role": "user", "content": "Gold"}, {"role": "assistant", "content": stopped}]
-    assert second == expected_answer(source, [*messages, {"role": "user", "content": "silver"}])
-
-
-class InterruptedChat(Chat):
-    """Ctrl-C is pressed on this rank during its first answer."""
-
-    def _decoded(self, ids):
-        if len(ids) == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-        return super()._decoded(ids)
+    assert second == expected_answer(source, "Gold", stopped, "silver")
 
 
 def interrupted_everywhere(run, during_answer):
@@ -143,8 +144,12 @@ def interrupted_everywhere(run, during_answer):
         for process in reversed(processes):
             os.kill(process, signal.SIGINT)
 
-    if during_answer:
-        made = InterruptedChat(**vars(made))
+    def decode(ids, original=made.tokenizer.decode, **settings):
+        if len(ids) == 3 and during_answer:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(ids, **settings)
+
+    made.tokenizer.decode = decode
     made.talk(terminal(["Gold", interrupt_both, "silver"]), written.append)
     return "".join(written)
 
@@ -153,7 +158,7 @@ def interrupted_everywhere(run, during_answer):
 def test_an_interruption_ends_the_talk_of_several_ranks_without_an_error(ranks, model, during_answer):
     source, run = model
     written, nothing = ranks.run(2, interrupted_everywhere, run, during_answer)
-    complete = expected_answer(source, [{"role": "user", "content": "Gold"}])
+    complete = expected_answer(source, "Gold")
     assert nothing == ""
     if during_answer:
         assert complete.startswith(written.removesuffix("\n")) and len(written) < len(complete)
@@ -169,32 +174,12 @@ def test_no_message_and_no_answer_is_cut_silently(ranks, model):
     (ignored,) = [text for text in written if text.startswith("(the message is ignored: with it, ")]
     assert dropped and "tokens, and the model's maximum length is 96; shorten it)\n" in ignored
     assert len([text for text in written if text == CUT]) <= 4
-
-
-def long_answer(run):
-    written = []
-    made = opened(run)
-    made.config.tokens = 500
-    made.talk(terminal(["Gold"]), written.append)
-    return written
-
-
-def test_an_answer_ends_at_the_maximum_length_of_the_model_and_says_so(ranks, model):
-    (written,) = ranks.run(1, long_answer, model[1])
+    (written,) = ranks.run(1, talk, model[1], ["Gold"], {"tokens": 500})
     assert written[-2].startswith("\n(the answer is cut at ")
     assert written[-2].endswith(" tokens: the conversation then has the model's maximum length of 96)")
 
 
-class Bytes:
-    """A tokenizer whose tokens are bytes."""
-
-    def decode(self, ids, skip_special_tokens):
-        return bytes(ids).decode("utf-8", errors="replace")
-
-
 def test_a_character_appears_when_its_last_token_is_there(monkeypatch):
-    from gpt4d.task import generation
-
     def continued(stage, texts, tokens, end, sampling, ends, interrupted):
         for size in range(1, len(text) + 1):
             ends(0, text[:size])
@@ -203,21 +188,21 @@ def test_a_character_appears_when_its_last_token_is_there(monkeypatch):
     text, shown = [*"aü😀金".encode()][:-1], []
     monkeypatch.setattr(generation, "continued", continued)
     monkeypatch.setattr(Chat, "max_length", 96)
-    ((answer, _),) = Chat(None, Bytes(), [0], ChatConfig("")).answers([[1]], shown.append)
+    tokenizer = Mock(decode=lambda ids, **_: bytes(ids).decode("utf-8", errors="replace"))  # its tokens are bytes
+    ((answer, _),) = Chat(None, tokenizer, [0], ChatConfig("")).answers([[1]], shown.append)
     assert shown == ["a", "ü", "😀"] and answer == "aü😀"
 
 
 def test_a_file_of_messages_is_answered(model, tmp_path, capsys):
     source, run = model
     questions, answers = tmp_path / "questions", tmp_path / "answers"
-    conversation = [{"role": "user", "content": "of every state"}]
-    questions.write_text(f"Gold and silver\n\n{json.dumps({'messages': conversation})}\n")
+    asked = "Gold and silver", "of every state"
+    questions.write_text(f"{asked[0]}\n\n{json.dumps({'messages': conversation(asked[1])})}\n")
     settings = ["temperature=0", f"tokens={TOKENS}", f"prompts={questions}", f"out={answers}", "batch_size=1"]
     chat.main([f"checkpoint={run}", *settings])
+    expected = [conversation(text, expected_answer(source, text)) for text in asked]
     found = [json.loads(line) for line in answers.read_text().splitlines()]
-    for messages in ([{"role": "user", "content": "Gold and silver"}], conversation):
-        complete = [*messages, {"role": "assistant", "content": expected_answer(source, messages)}]
-        assert found.pop(0) == {"messages": complete, "finish_reason": "length"}
+    assert found == [{"messages": messages, "finish_reason": "length"} for messages in expected]
     assert "2 answers" in capsys.readouterr().out
 
 
@@ -228,18 +213,13 @@ def test_mistakes_are_reported_in_one_line(model, tmp_path):
     (source / "chat_template.jinja").rename(tmp_path / "template")
     import_model(str(source), tmp_path / "plain")
     (tmp_path / "template").rename(source / "chat_template.jinja")
-    for arguments, message in (
-        ([f"checkpoint={run}", "prompts=a"], "prompts=… out=…: set both"),
-        ([f"checkpoint={run}", f"prompts={tmp_path / 'none'}", "out=b"], "No such file"),
-        ([f"checkpoint={run}", f"prompts={tmp_path / 'empty'}", "out=b"], "empty; write a message"),
-        (
-            [f"checkpoint={run}", f"prompts={tmp_path / 'long'}", "out=b"],
-            "conversation 2 has .* in the model's maximum",
-        ),
-        ([f"checkpoint={run}", "top_p=2"], "top_p=2.0: use a value of at most 1"),
-        ([f"checkpoint={tmp_path / 'plain'}"], "its tokenizer has no chat template"),
-        ([f"checkpoint={run}", "gx=2"], "not a plan for 1 process"),
-    ):
-        with pytest.raises(ConfigError, match=message.replace("(", r"\(")) as raised:
-            chat.main(arguments)
-        assert "\n" not in str(raised.value)
+    mistakes = [
+        ("prompts=a", "prompts=… out=…: set both"),
+        (f"prompts={tmp_path / 'none'} out=b", "No such file"),
+        (f"prompts={tmp_path / 'empty'} out=b", "empty; write a message"),
+        (f"prompts={tmp_path / 'long'} out=b", "conversation 2 has … in the model's maximum"),
+        ("top_p=2", "top_p=2.0: use a value of at most 1"),
+        (f"checkpoint={tmp_path / 'plain'}", "its tokenizer has no chat template"),
+        ("gx=2", "not a plan for 1 process"),
+    ]
+    assert not wrong_messages(mistakes, lambda words: chat.main([f"checkpoint={run}", *words.split()]))

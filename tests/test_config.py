@@ -23,11 +23,11 @@ from gpt4d.config import (
     grid_problem,
     keys,
     known_keys,
-    profiled_steps,
 )
 from gpt4d.model import registry
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.validation import validate
+from tests.support.commands import wrong_messages
 from tests.support.grids import full
 from tests.support.settings import configured
 
@@ -36,206 +36,138 @@ _FIRST = {model.partition("_")[0]: model for model in reversed(SHIPPED_MODELS)}.
 ONE_OF_EACH_FAMILY = [model if model in _FIRST else full(model) for model in SHIPPED_MODELS]
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("parallel.gxx=2", "parallel.gxx: there is no such key; did you mean parallel.gx?"),
-        ("steps=3", "steps: there is no such key; did you mean train.steps?"),
-        ("+foo=2", "foo: there is no such key"),
-        ("+parallel.depth=2", "parallel.depth: there is no such key; use one of mode, gx, gy, gz, gdata"),
-        ("parallel.gx=two", "parallel.gx: Value 'two' of type 'str' could not be converted to Integer"),
-        ("model=gpt_unheard_of", "gpt_125m"),
-        ("train.steps=[3", "'train.steps=[3': not a valid override"),
-        ("train.steps=1.5", "train.steps: Value '1.5' of type 'float' could not be converted to Integer"),
-        ("model=gpt_125M", "model=gpt_125M: there is no such choice; did you mean gpt_125m?"),
-        ("cluster=a100", "did you mean dgx_a100?"),
-        ("train=foo", "use one of default, finetune, long_context, seq_8192"),
-        ("optim=lion", "use optim=adamw or optim=muon"),
-        ("parallel.tp=2", "use parallel.gx, and parallel.gy for a second dimension"),
-        ("parallel.pp=2", "did you mean parallel.pipeline.stages?"),
-        ("parallel.pipeline=2", "parallel.pipeline=2: a group of keys; set parallel.pipeline.stages=2"),
-        ("parallel.overlap=false", "a group of keys; set parallel.overlap.all_reduce, parallel.overlap.reduce_scatter"),
-        ("train.gradient_accumulation_steps=4", "use train.micro_batch_size"),
-        ("train.max_steps=4", "did you mean train.steps?"),
-        ("learning_rate=1e-4", "did you mean optim.lr?"),
-        ("batch_size=8", "did you mean train.batch_size?"),
-        ("optim.min_lr=1e-4", "use optim.min_lr_ratio, a fraction of optim.lr"),
-        ("lr_scheduler_type=linear", "did you mean optim.schedule?"),
-        ("optim.name=muon", "use optim=muon, or optim=adamw"),
-        ("logging.wandb.mode=offline", "logging.wandb.mode: there is no such key; use logging.trackers=[wandb], and"),
-        ("wandb=offline", "wandb: there is no such key; use logging.trackers=[wandb], and logging.online=true to log"),
-        ("logging.wandb.project=a", "logging.wandb.project: there is no such key; did you mean logging.project?"),
-        ("device=cpu", "a GPU is used where torch finds one; set the environment variable CUDA_VISIBLE_DEVICES"),
-        ("name=a", "name: there is no such key; use one of checkpoint.…"),
-        ("model.dropout=0.1", "model.dropout: the chosen model has no such key; it is one of gpt2 and unet"),
-        ("=4", "=4: no key before the =; use train.steps=100, for example"),
-        ("model=4", "model=4: a choice of model is a name; train.py --help lists them"),
-        ("cluster=null", "cluster=null: a choice of cluster is a name"),
-        ("logging.sample_prompt=a\udcff", r"'logging.sample_prompt=a\udcff': not UTF-8; write it in that encoding"),
-        ("--steps=10", "--steps=10: settings are key=value; use train.steps=10"),
-    ],
-)
-def test_an_invalid_override_is_reported_in_one_line(override, message):
-    with pytest.raises(ConfigError) as error:
-        configured([override])
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
+YARN = "model=llama_tiny model.rope_scaling=yarn model.rope_factor=2 model.rope_original_positions=128"
+MISTAKES = [  # settings of a run on one device, and a part of the message
+    ("parallel.gxx=2", "parallel.gxx: there is no such key; did you mean parallel.gx?"),
+    ("steps=3", "steps: there is no such key; did you mean train.steps?"),
+    ("+foo=2", "foo: there is no such key"),
+    ("+parallel.depth=2", "parallel.depth: there is no such key; use one of mode, gx, gy, gz, gdata"),
+    ("parallel.gx=two", "parallel.gx: Value 'two' of type 'str' could not be converted to Integer"),
+    ("model=gpt_unheard_of", "gpt_125m"),
+    ("train.steps=[3", "'train.steps=[3': not a valid override"),
+    ("train.steps=1.5", "train.steps: Value '1.5' of type 'float' could not be converted to Integer"),
+    ("model=gpt_125M", "model=gpt_125M: there is no such choice; did you mean gpt_125m?"),
+    ("cluster=a100", "did you mean dgx_a100?"),
+    ("train=foo", "use one of default, finetune, long_context, seq_8192"),
+    ("optim=lion", "use optim=adamw or optim=muon"),
+    ("parallel.tp=2", "use parallel.gx, and parallel.gy for a second dimension"),
+    ("parallel.pp=2", "did you mean parallel.pipeline.stages?"),
+    ("parallel.pipeline=2", "parallel.pipeline=2: a group of keys; set parallel.pipeline.stages=2"),
+    ("parallel.overlap=false", "a group of keys; set parallel.overlap.all_reduce, parallel.overlap.reduce_scatter"),
+    ("train.gradient_accumulation_steps=4", "use train.micro_batch_size"),
+    ("train.max_steps=4", "did you mean train.steps?"),
+    ("learning_rate=1e-4", "did you mean optim.lr?"),
+    ("batch_size=8", "did you mean train.batch_size?"),
+    ("optim.min_lr=1e-4", "use optim.min_lr_ratio, a fraction of optim.lr"),
+    ("lr_scheduler_type=linear", "did you mean optim.schedule?"),
+    ("optim.name=muon", "use optim=muon, or optim=adamw"),
+    ("logging.wandb.mode=offline", "logging.wandb.mode: there is no such key; use logging.trackers=[wandb], and"),
+    ("wandb=offline", "wandb: there is no such key; use logging.trackers=[wandb], and logging.online=true to log"),
+    ("logging.wandb.project=a", "logging.wandb.project: there is no such key; did you mean logging.project?"),
+    ("device=cpu", "a GPU is used where torch finds one; set the environment variable CUDA_VISIBLE_DEVICES"),
+    ("name=a", "name: there is no such key; use one of checkpoint.…"),
+    ("model.dropout=0.1", "model.dropout: the chosen model has no such key; it is one of gpt2 and unet"),
+    ("=4", "=4: no key before the =; use train.steps=100, for example"),
+    ("model=4", "model=4: a choice of model is a name; train.py --help lists them"),
+    ("cluster=null", "cluster=null: a choice of cluster is a name"),
+    ("logging.sample_prompt=a\udcff", "'logging.sample_prompt=a\\udcff': not UTF-8; write it in that encoding"),
+    ("--steps=10", "--steps=10: settings are key=value; use train.steps=10"),
+    ("parallel.gx=2",
+     "parallel.gx·gy·gz=2·1·1=2: does not divide the 1 process(es) of this job; start more of them: torchrun "
+     "--nproc-per-node 2 train.py parallel.gx=2"),
+    ("train.loss_chunks=3", "train.loss_chunks=3: does not divide train.seq_len="),
+    ("model=unet_tiny train.loss_chunks=2", "train.loss_chunks=2: an image has no logits"),
+    ("train.seq_len=512", "train.seq_len=512: longer than model.max_positions=256"),
+    ("model=gpt_tiny model.heads=5", "model.heads=5: does not divide model.hidden=128; use one of 1, 2, 4"),
+    ("train.precision=fp16", "train.precision=fp16: use one of auto, fp32, bf16"),
+    ("train.precision=fp8 model=unet_tiny", "train.precision=fp8: multiplies matrices, and most products"),
+    ("train.precision=fp8 cluster=dgx_a100",
+     "train.precision=fp8: dgx_a100 has no float8 products (cluster.fp8_tflops=null); use train.precision=bf16"),
+    ("train.precision=fp8 model.hidden=72",
+     "train.precision=fp8: the 72 input features of blocks.0.attention.qkv.weight are not a multiple of 16; "),
+    ("train.precision=fp8 train.seq_len=12 train.micro_batch_size=2",
+     "train.precision=fp8: multiplies multiples of 16 tokens, and a chunk of a device's microbatch has 24; "),
+    ("parallel.cache_layers=true", "parallel.cache_layers=True: not a number of blocks; use all, or 0 to 2"),
+    ("parallel.cache_scope=run", "parallel.cache_scope=run: use one of microbatch, step"),
+    ("parallel.cache_scope=step", "parallel.cache_scope=step: no weights are kept; use parallel.cache_layers=all"),
+    ("parallel.replicated_layers=5", "parallel.replicated_layers=5: not a number of blocks; use 0 to 2"),
+    ("model=gpt_tiny model.dropout=1.0", "model.dropout=1.0"),
+    ("model.vocab_size=4096 data.tokenizer_vocab=5000", "data.tokenizer_vocab=5000: more than model.vocab_size=4096"),
+    ("data=text", "data.path=null: data.source=text needs a path; set a glob"),
+    ("data=text data.path=/no/such/*.txt", "data.path='/no/such/*.txt': matches no file"),
+    ("data=text data.path=tests", "data.path='tests': matches directories only; use 'tests/*.txt'"),
+    ("data.source=tape", "data.source=tape: use one of sotu, text"),
+    ("data=blue_marble", "data.source=blue_marble: images, but model=llama_tiny trains on text; use data=sotu"),
+    ("checkpoint.resume=/no/such", "checkpoint.resume='/no/such'"),
+    ("checkpoint.resume=true", "checkpoint.resume=true: not a way to resume; use auto, the default"),
+    ("profile.steps=ten", "profile.steps='ten': neither a step nor a range; use 10 or 10-12, for example"),
+    ("cluster=dgx_h100 train.cuda_graphs=true data.reset_attention=true",
+     "train.cuda_graphs=true: data.reset_attention=true gives attention other shapes in each batch; set one"),
+    ("cluster=dgx_h100 train.cuda_graphs=true profile.steps=3",
+     "train.cuda_graphs=true: profile.steps=3 records layers, which do not run when a graph is replayed; leave"),
+    ("profile.steps=1-2-3", "profile.steps='1-2-3': neither a step nor a range"),
+    ("profile.steps=0", "profile.steps=0: the first step of a run is 1; use steps from 1 to 600"),
+    ("profile.steps=12-10", "profile.steps=12-10: the range ends before it begins; use 10-12"),
+    ("profile.steps=601-700", "profile.steps=601-700: the run ends with step train.steps=600"),
+    ("optim=muon optim.muon.coefficients=[2,-1]", "optim.muon.coefficients=[2.0, -1.0]: 2 numbers; use three"),
+    ("model=unet_tiny model.blocks_per_level=1000000000000", "use a value of at most 10,000"),
+    ("model=unet_tiny model.image_channels=2", "model.image_channels=2: use one of 1, 3"),
+    ("model=unet_tiny model.multipliers=[1,0]", "model.multipliers[1]=0: use a value of at least 1"),
+    ("model=unet_tiny model.multipliers=[]", "model.multipliers=[]: each level needs one"),
+    (f"{YARN} model.rope_attention_factor=nan", "model.rope_attention_factor=nan: use a value of at least 0"),
+    (f"{YARN} model.rope_beta_fast=inf", "model.rope_beta_fast=inf: use a value of at most"),
+    ("data.tokenizer_vocab=10000000000", "data.tokenizer_vocab=10000000000: "),
+    ("data.name=../../x", "data.name='../../x': it names a directory in data.cache_dir; use a name without /"),
+    ("data.name=..", "data.name='..': it names a directory"),
+    ("data.name=''", "data.name='': it names a directory"),
+    ("run.name=''", "run.name='': a run needs one; set it, or leave it out"),
+    ("run.dir=''", "run.dir='': a run needs one"),
+    ("run.dry=true run.world_size=1000000000000", "run.world_size=1000000000000: use a value of at most"),
+    ("cluster=local cluster.atp_gb_s={2x4:[inf,1]}", "not a map of meshes to two bandwidths"),
+    ("data.path=book.txt", "data.path=book.txt: data.source=sotu reads no path; add data=text"),
+    ("run.world_size=8", "run.world_size=8: a run has as many devices as processes; add --dry-run"),
+    ("model=gpt_tiny train.seq_len=512 cluster=local",
+     "and learned positions cannot be extended; lower it, or train a new model with model.max_positions=512"),
+    ("--steps 10", "^--steps: settings are key=value; use train.steps=10"),
+]  # fmt: skip
+LIMITS = {  # limits, and settings outside them
+    "of at most 1": "optim.epsilon=inf model.norm_epsilon=inf optim.min_lr_ratio=2 cluster.hidden=1.5",
+    "of at most 1,000,000": "optim.lr=1e30 optim.lr=inf optim.weight_decay=inf parallel.timeout_s=inf",
+    "of at most 10,000,000": "train.batch_size=999999999999 model.vocab_size=10000000000",
+    "of at most 10,000": "model.layers=1000000000000",
+    "of at most 256": "data.workers=100000",
+    "of at most ": "optim.clip_norm=inf model.rope_theta=inf parallel.pipeline.stages=1000000000000 "
+    "cluster.matmul_tflops=inf cluster.levels=[{latency_us:inf}] cluster.levels=[{group_gb_s:inf}]",
+    "of at least 0": "data.workers=-1",
+    "of at least 1": "parallel.gx=0 train.steps=0",
+    "above 0": "optim.epsilon=0",
+    "above 1": "model.rope_theta=nan",
+    "below 1": "data.validation_fraction=1",
+}
+MISTAKES_OF_GRIDS = [  # number of devices, settings, and a part of the message
+    (8, "parallel.gx=2 parallel.gdata=2", "use parallel.gdata=4"),
+    (3, "parallel.gx=3", "parallel.gx=3: does not divide model.heads=4; use one of 1, 2, 4"),
+    (3, "parallel.gy=3", "parallel.gy·gz=3: does not divide model.hidden=128"),
+    (3, "parallel.gdata=3", "train.batch_size=8: cannot be split over parallel.gdata·gz=3; use a multiple of 3"),
+    (2, "train.micro_batch_size=3", "train.micro_batch_size=3: does not divide"),
+    (4, "model=gpt_tiny train.precision=fp8 model.hidden=96 parallel.gx=4",
+     "parallel.gx=4: does not divide (output features of blocks.0.attention.qkv.weight)/16=18; use one of 1, 2"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("world_size", "overrides", "message"),
-    [
-        (
-            1,
-            ["parallel.gx=2"],
-            "parallel.gx·gy·gz=2·1·1=2: does not divide the 1 process(es) of this job; start more of them: "
-            "torchrun --nproc-per-node 2 train.py parallel.gx=2",
-        ),
-        (8, ["parallel.gx=2", "parallel.gdata=2"], "use parallel.gdata=4"),
-        (1, ["parallel.gx=0"], "parallel.gx=0: use a value of at least 1"),
-        (3, ["parallel.gx=3"], "parallel.gx=3: does not divide model.heads=4; use one of 1, 2, 4"),
-        (3, ["parallel.gy=3"], "parallel.gy·gz=3: does not divide model.hidden=128"),
-        (3, ["parallel.gdata=3"], "train.batch_size=8: cannot be split over parallel.gdata·gz=3; use a multiple of 3"),
-        (2, ["train.micro_batch_size=3"], "train.micro_batch_size=3: does not divide"),
-        (1, ["train.loss_chunks=3"], "train.loss_chunks=3: does not divide train.seq_len="),
-        (1, ["model=unet_tiny", "train.loss_chunks=2"], "train.loss_chunks=2: an image has no logits"),
-        (1, ["train.seq_len=512"], "train.seq_len=512: longer than model.max_positions=256"),
-        (1, ["model=gpt_tiny", "model.heads=5"], "model.heads=5: does not divide model.hidden=128; use one of 1, 2, 4"),
-        (1, ["train.precision=fp16"], "train.precision=fp16: use one of auto, fp32, bf16"),
-        (1, ["train.precision=fp8", "model=unet_tiny"], "train.precision=fp8: multiplies matrices, and most products"),
-        (
-            1,
-            ["train.precision=fp8", "cluster=dgx_a100"],
-            "train.precision=fp8: dgx_a100 has no float8 products (cluster.fp8_tflops=null); use train.precision=bf16",
-        ),
-        (
-            1,
-            ["train.precision=fp8", "model.hidden=72"],
-            "train.precision=fp8: the 72 input features of blocks.0.attention.qkv.weight are not a multiple of 16; ",
-        ),
-        (
-            4,
-            ["model=gpt_tiny", "train.precision=fp8", "model.hidden=96", "parallel.gx=4"],
-            "parallel.gx=4: does not divide (output features of blocks.0.attention.qkv.weight)/16=18; use one of 1, 2",
-        ),
-        (
-            1,
-            ["train.precision=fp8", "train.seq_len=12", "train.micro_batch_size=2"],
-            "train.precision=fp8: multiplies multiples of 16 tokens, and a chunk of a device's microbatch has 24; ",
-        ),
-        (1, ["train.steps=0"], "train.steps=0: use a value of at least 1"),
-        (1, ["parallel.cache_layers=true"], "parallel.cache_layers=True: not a number of blocks; use all, or 0 to 2"),
-        (1, ["parallel.cache_scope=run"], "parallel.cache_scope=run: use one of microbatch, step"),
-        (
-            1,
-            ["parallel.cache_scope=step"],
-            "parallel.cache_scope=step: no weights are kept; use parallel.cache_layers=all",
-        ),
-        (1, ["parallel.replicated_layers=5"], "parallel.replicated_layers=5: not a number of blocks; use 0 to 2"),
-        (1, ["cluster.hidden=1.5"], "cluster.hidden=1.5: use a value of at most 1"),
-        (1, ["model=gpt_tiny", "model.dropout=1.0"], "model.dropout=1.0"),
-        (
-            1,
-            ["model.vocab_size=4096", "data.tokenizer_vocab=5000"],
-            "data.tokenizer_vocab=5000: more than model.vocab_size=4096",
-        ),
-        (1, ["data=text"], "data.path=null: data.source=text needs a path; set a glob"),
-        (1, ["data=text", "data.path=/no/such/*.txt"], "data.path='/no/such/*.txt': matches no file"),
-        (1, ["data=text", "data.path=tests"], "data.path='tests': matches directories only; use 'tests/*.txt'"),
-        (1, ["data.source=tape"], "data.source=tape: use one of sotu, text"),
-        (
-            1,
-            ["data=blue_marble"],
-            "data.source=blue_marble: images, but model=llama_tiny trains on text; use data=sotu",
-        ),
-        (1, ["checkpoint.resume=/no/such"], "checkpoint.resume='/no/such'"),
-        (1, ["checkpoint.resume=true"], "checkpoint.resume=true: not a way to resume; use auto, the default"),
-        (
-            1,
-            ["profile.steps=ten"],
-            "profile.steps='ten': neither a step nor a range; use 10 or 10-12, for example",
-        ),
-        (
-            1,
-            ["cluster=dgx_h100", "train.cuda_graphs=true", "data.reset_attention=true"],
-            "train.cuda_graphs=true: data.reset_attention=true gives attention other shapes in each batch; set one",
-        ),
-        (
-            1,
-            ["cluster=dgx_h100", "train.cuda_graphs=true", "profile.steps=3"],
-            "train.cuda_graphs=true: profile.steps=3 records layers, which do not run when a graph is replayed; leave",
-        ),
-        (1, ["profile.steps=1-2-3"], "profile.steps='1-2-3': neither a step nor a range"),
-        (1, ["profile.steps=0"], "profile.steps=0: the first step of a run is 1; use steps from 1 to 600"),
-        (1, ["profile.steps=12-10"], "profile.steps=12-10: the range ends before it begins; use 10-12"),
-        (1, ["profile.steps=601-700"], "profile.steps=601-700: the run ends with step train.steps=600"),
-        (1, ["optim.min_lr_ratio=2"], "optim.min_lr_ratio=2.0: use a value of at most 1"),
-        (
-            1,
-            ["optim=muon", "optim.muon.coefficients=[2,-1]"],
-            "optim.muon.coefficients=[2.0, -1.0]: 2 numbers; use three",
-        ),
-    ],
-)
-def test_an_invalid_value_is_reported_with_a_remedy(world_size, overrides, message):
-    with pytest.raises(ConfigError) as error:
-        validate(configured(overrides), world_size)
-    assert message in str(error.value)
+def check(settings, world_size=1):
+    return validate(configured(settings.split()), world_size)
 
 
-YARN = ["model=llama_tiny", "model.rope_scaling=yarn", "model.rope_factor=2", "model.rope_original_positions=128"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["optim.epsilon=0"], "optim.epsilon=0.0: use a value above 0"),
-        (["optim.epsilon=inf"], "optim.epsilon=inf: use a value of at most 1"),
-        (["optim.lr=1e30"], "optim.lr=1e+30: use a value of at most 1,000,000"),
-        (["optim.lr=inf"], "optim.lr=inf: use a value of at most 1,000,000"),
-        (["optim.weight_decay=inf"], "optim.weight_decay=inf: use a value of at most 1,000,000"),
-        (["optim.clip_norm=inf"], "optim.clip_norm=inf: use a value of at most"),
-        (["train.batch_size=999999999999"], "train.batch_size=999999999999: use a value of at most 10,000,000"),
-        (["parallel.timeout_s=inf"], "parallel.timeout_s=inf: use a value of at most 1,000,000"),
-        (["model.norm_epsilon=inf"], "model.norm_epsilon=inf: use a value of at most 1"),
-        (["model.layers=1000000000000"], "model.layers=1000000000000: use a value of at most 10,000"),
-        (["model.vocab_size=10000000000"], "model.vocab_size=10000000000: use a value of at most 10,000,000"),
-        (["model=unet_tiny", "model.blocks_per_level=1000000000000"], "use a value of at most 10,000"),
-        (["model=unet_tiny", "model.image_channels=2"], "model.image_channels=2: use one of 1, 3"),
-        (["model=unet_tiny", "model.multipliers=[1,0]"], "model.multipliers[1]=0: use a value of at least 1"),
-        (["model=unet_tiny", "model.multipliers=[]"], "model.multipliers=[]: each level needs one"),
-        (["model=llama_tiny", "model.rope_theta=nan"], "model.rope_theta=nan: use a value above 1"),
-        (["model=llama_tiny", "model.rope_theta=inf"], "model.rope_theta=inf: use a value of at most"),
-        ([*YARN, "model.rope_attention_factor=nan"], "model.rope_attention_factor=nan: use a value of at least 0"),
-        ([*YARN, "model.rope_beta_fast=inf"], "model.rope_beta_fast=inf: use a value of at most"),
-        (["data.validation_fraction=1"], "data.validation_fraction=1.0: use a value below 1"),
-        (["data.workers=-1"], "data.workers=-1: use a value of at least 0"),
-        (["data.workers=100000"], "data.workers=100000: use a value of at most 256"),
-        (["data.tokenizer_vocab=10000000000"], "data.tokenizer_vocab=10000000000: "),
-        (["data.name=../../x"], "data.name='../../x': it names a directory in data.cache_dir; use a name without /"),
-        (["data.name=.."], "data.name='..': it names a directory"),
-        (["data.name=''"], "data.name='': it names a directory"),
-        (["run.name=''"], "run.name='': a run needs one; set it, or leave it out"),
-        (["run.dir=''"], "run.dir='': a run needs one"),
-        (["parallel.pipeline.stages=1000000000000"], "parallel.pipeline.stages=1000000000000: use a value of at most"),
-        (["run.dry=true", "run.world_size=1000000000000"], "run.world_size=1000000000000: use a value of at most"),
-        (["cluster=local", "cluster.levels=[{latency_us: inf}]"], "cluster.levels[0].latency_us=inf: use a value of"),
-        (["cluster=local", "cluster.levels=[{group_gb_s: inf}]"], "cluster.levels[0].group_gb_s=inf: use a value of"),
-        (["cluster=local", "cluster.matmul_tflops=inf"], "cluster.matmul_tflops=inf: use a value of at most"),
-        (["cluster=local", "cluster.atp_gb_s={2x4: [inf, 1]}"], "not a map of meshes to two bandwidths"),
-    ],
-    ids=lambda value: value[-1] if isinstance(value, list) else "",
-)
-def test_values_that_make_no_sense_are_one_line(overrides, message):
-    with pytest.raises(ConfigError) as error:
-        validate(configured(overrides), 1)
-    assert message in str(error.value) and "\n" not in str(error.value)
-
-
-def test_an_empty_value_of_a_key_without_a_default_has_no_default_to_leave_it_out_for():
-    with pytest.raises(ConfigError) as error:
-        from_arguments(ReadConfig, ["checkpoint="])
-    assert str(error.value) == "checkpoint=: empty; give a value"
+def test_an_invalid_value_is_reported_in_one_line_with_a_remedy(tmp_path, monkeypatch):
+    (tmp_path / "tests").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert not wrong_messages(MISTAKES, check)
+    for limit, settings in LIMITS.items():
+        cases = [(setting, f"^{setting.partition('=')[0]} … use a value {limit}") for setting in settings.split()]
+        assert not wrong_messages(cases, check)
+    assert not wrong_messages(MISTAKES_OF_GRIDS, lambda world_size, settings: check(settings, world_size))
+    assert not wrong_messages([(ReadConfig, ["checkpoint="], "^checkpoint=: empty; give a value")], from_arguments)
 
 
 def test_a_path_that_is_no_regular_file_is_reported_as_such(tmp_path):
@@ -245,11 +177,6 @@ def test_a_path_that_is_no_regular_file_is_reported_as_such(tmp_path):
     for name in ("pipe.txt", "broken.txt", "loop.txt"):
         with pytest.raises(ConfigError, match=rf"{name} is a broken link, a pipe or a device; use regular files"):
             validate(configured(["data=text", f"data.path={tmp_path / name}"]), 1)
-
-
-def test_a_flag_is_reported_with_the_setting_that_is_meant():
-    with pytest.raises(ConfigError, match=r"^--steps: settings are key=value; use train\.steps=10$"):
-        configured(["--steps", "10"])
 
 
 @pytest.mark.parametrize(("value", "steps"), [("1e3", 1000), ("2.0", 2), ("1.5e1", 15), ("7", 7)])
@@ -274,15 +201,6 @@ def test_help_is_the_description_of_the_command(module, capsys):
     command = importlib.import_module(module)
     command.main(["--help"])
     assert capsys.readouterr().out.strip() == command.__doc__.strip()
-
-
-def test_gdata_defaults_to_the_remaining_devices():
-    assert validate(configured(["parallel.gx=2", "parallel.gz=2"]), 16).sizes == GridSizes(2, 1, 2, 4)
-
-
-@pytest.mark.parametrize(("text", "steps"), [("10", (10, 10)), ("10-12", (10, 12)), ("null", None)])
-def test_profiled_steps_are_a_number_or_a_range(text, steps):
-    assert profiled_steps(configured([f"profile.steps={text}"])) == steps
 
 
 @pytest.mark.parametrize("model", ONE_OF_EACH_FAMILY)
@@ -320,15 +238,11 @@ def test_a_model_can_choose_the_data_that_the_user_does_not(tmp_path, monkeypatc
     defaults = ["gpt2", "_self_", {"override /data@_global_.data": "blue_marble"}]
     (configs / "model/seeing.yaml").write_text(yaml.dump({"defaults": defaults, "name": "seeing"}))
     (configs / "model/seeing_more.yaml").write_text(yaml.dump({"defaults": ["seeing", "_self_"], "layers": 3}))
-    for overrides, data in (
-        (["model=seeing"], "blue_marble"),
-        (["model=seeing_more"], "blue_marble"),
-        (["model=seeing", "data=cifar10"], "cifar10"),
-        (["data=cifar10", "model=seeing"], "cifar10"),
-        (["model=gpt_tiny"], "sotu"),
-        ([], "sotu"),
-    ):
-        config = configured(overrides)
+    for settings, data in (
+        ("model=seeing", "blue_marble"), ("model=seeing_more", "blue_marble"), ("model=seeing data=cifar10", "cifar10"),
+        ("data=cifar10 model=seeing", "cifar10"), ("model=gpt_tiny", "sotu"), ("", "sotu"),
+    ):  # fmt: skip
+        config = configured(settings.split())
         assert config.data.name == data
         assert config.run.name == f"{config.model.name}-{data}"
 
@@ -352,14 +266,6 @@ OPTIMIZERS = [  # settings, optim.lr, optim.warmup_steps, optim.ema_decay
 def test_a_model_sets_the_optimizer_unless_the_user_does(overrides, lr, warmup_steps, ema_decay):
     optim = configured(overrides).optim
     assert (optim.lr, optim.warmup_steps, optim.ema_decay) == (lr, warmup_steps, ema_decay)
-
-
-def test_fine_tuning_lasts_some_epochs_unless_the_user_sets_another_length():
-    assert configured(["train=finetune"]).train.epochs == 3
-    assert configured(["train=finetune", "train.epochs=0.5"]).train.epochs == 0.5
-    assert configured(["train=finetune", "train.epochs=null", "train.steps=9"]).train.steps == 9
-    with pytest.raises(ConfigError, match=r"train\.steps=9: train\.epochs=3\.0 sets the length; set only one"):
-        configured(["train=finetune", "train.steps=9"])
 
 
 @pytest.mark.parametrize("model", ONE_OF_EACH_FAMILY)

@@ -15,10 +15,10 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from tests.test_packaging import pinned_versions
+from tests.support.environment import REPOSITORY
+from tests.support.pages import pinned_versions
 
-ROOT = Path(__file__).resolve().parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 INDEX = "https://index.example.org/whl"
 
 # Each program that changes a system records its arguments, and pip also the requirements that it reads.
@@ -39,7 +39,7 @@ class Image(NamedTuple):
 
 def read_dockerfile() -> tuple[Image, list[list[str]]]:
     """Return the image of the Dockerfile, and all its instructions."""
-    text = re.sub(r"^#.*\n", "", (ROOT / "containers/Dockerfile").read_text(), flags=re.MULTILINE)
+    text = re.sub(r"^#.*\n", "", (REPOSITORY / "containers/Dockerfile").read_text(), flags=re.MULTILINE)
     instructions = [line.split(maxsplit=1) for line in text.replace("\\\n", " ").splitlines() if line.strip()]
     base, copied, steps, entry, directory = "", {}, [], [], ""
     for name, value in instructions:
@@ -49,11 +49,9 @@ def read_dockerfile() -> tuple[Image, list[list[str]]]:
             directory = value
         elif name == "COPY":
             *sources, target = value.split()
-            folder = target.endswith("/")
-            copied |= {
-                source: os.path.normpath(os.path.join(directory, target, Path(source).name if folder else ""))
-                for source in sources
-            }
+            for source in sources:
+                path = Path(directory, target, Path(source).name if target.endswith("/") else "")
+                copied[source] = os.path.normpath(path)
         elif name == "RUN":
             steps.append(value)
         elif name == "ENTRYPOINT":
@@ -65,7 +63,7 @@ def read_dockerfile() -> tuple[Image, list[list[str]]]:
 
 def read_apptainer() -> Image:
     """Return the image of the Apptainer definition."""
-    text = re.sub(r"^#.*\n", "", (ROOT / "containers/gpt4d.def").read_text(), flags=re.MULTILINE)
+    text = re.sub(r"^#.*\n", "", (REPOSITORY / "containers/gpt4d.def").read_text(), flags=re.MULTILINE)
     header, *sections = re.split(r"^%", text, flags=re.MULTILINE)
     fields = dict(line.split(": ") for line in header.splitlines() if line)
     bodies = {name: body for name, _, body in (section.partition("\n") for section in sections)}
@@ -76,20 +74,15 @@ def read_apptainer() -> Image:
     return Image(fields["From"], copied, [bodies["post"]], arguments)
 
 
-@pytest.fixture(params=["docker", "apptainer"])
-def image(request) -> Image:
-    return read_dockerfile()[0] if request.param == "docker" else read_apptainer()
-
-
 def build(image: Image, root: Path) -> list[str]:
     """Copy the files of an image below ``root`` and run its steps. Return the calls of the programs in _PROGRAMS."""
     for source, target in image.copied.items():
         path = root / target.lstrip("/")
         path.parent.mkdir(parents=True, exist_ok=True)
-        if (ROOT / source).is_dir():
-            shutil.copytree(ROOT / source, path, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        if (REPOSITORY / source).is_dir():
+            shutil.copytree(REPOSITORY / source, path, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         else:
-            shutil.copy(ROOT / source, path)
+            shutil.copy(REPOSITORY / source, path)
     programs, log = root / "programs", root / "log"
     programs.mkdir()
     for name in _PROGRAMS:
@@ -102,22 +95,28 @@ def build(image: Image, root: Path) -> list[str]:
     return log.read_text().splitlines()
 
 
-def test_both_definitions_describe_one_image(tmp_path):
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> tuple[Image, Path, list[str]]:
+    """Return the Dockerfile's image, the directory of its files and the calls of its steps.
+
+    The image of the Apptainer definition is equal.
+    """
     (docker, _), apptainer = read_dockerfile(), read_apptainer()
     assert docker._replace(steps=[]) == apptainer._replace(steps=[])
-    calls = [build(image, tmp_path / str(number)) for number, image in enumerate((docker, apptainer))]
-    assert calls[0] == [*calls[1], "useradd --create-home --uid 1000 gpt4d"]
+    root = tmp_path_factory.mktemp("docker")
+    calls = build(docker, root)
+    assert calls == [*build(apptainer, tmp_path_factory.mktemp("apptainer")), "useradd --create-home --uid 1000 gpt4d"]
+    return docker, root, calls
 
 
-def test_the_base_image_has_one_version_of_python_which_the_project_is_tested_on(image):
-    name, version = re.fullmatch(r"(\w+):(\d+\.\d+\.\d+)-slim-\w+", image.base).groups()
+def test_both_definitions_describe_one_image_with_the_python_that_the_project_is_tested_on(built):
+    name, version = re.fullmatch(r"(\w+):(\d+\.\d+\.\d+)-slim-\w+", built[0].base).groups()
     assert name == "python" and version in SpecifierSet(PROJECT["project"]["requires-python"])
     assert version.rpartition(".")[0] == PROJECT["tool"]["mypy"]["python_version"]
 
 
-def test_pip_installs_torch_from_its_index_and_then_every_other_pin_but_triton(image, tmp_path):
-    calls = [call for call in build(image, tmp_path) if call.startswith(("pip ", "< "))]
-    torch, packages, *read, project = calls
+def test_pip_installs_torch_from_its_index_and_then_every_other_pin_but_triton(built):
+    torch, packages, *read, project = [call for call in built[2] if call.startswith(("pip ", "< "))]
     pins = pinned_versions()
     assert torch == f"pip install --no-cache-dir --index-url {INDEX} torch=={pins.pop('torch')}"
     assert packages == "pip install --no-cache-dir -r /dev/stdin"
@@ -126,12 +125,12 @@ def test_pip_installs_torch_from_its_index_and_then_every_other_pin_but_triton(i
     assert project == "pip install --no-cache-dir --no-deps ."
 
 
-def test_the_entry_point_of_an_image_runs_with_the_files_that_are_copied(image, tmp_path):
-    build(image, tmp_path)
+def test_the_entry_point_of_an_image_runs_with_the_files_that_are_copied(built):
+    image, root, _ = built
     program, *arguments = image.entry
     assert program == "python3"
     command = [sys.executable, *arguments, "train", "--help"]
-    done = subprocess.run(command, cwd=tmp_path / "opt/gpt4d", capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=root / "opt/gpt4d", capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "model=" in done.stdout
 

@@ -1,9 +1,9 @@
-"""Every command for train.py, the planner and the benchmarks in README and docs is valid."""
+"""The documentation's commands are valid, and every message that docs/troubleshooting.md quotes exists."""
 
+import ast
 import re
 import shlex
 from importlib import import_module
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,13 +11,15 @@ from PIL import Image
 
 from benchmarks import driver
 from gpt4d import dry_run
+from gpt4d.config import CONFIG_DIR, compose, known_keys
 from gpt4d.data import tokenizers
+from gpt4d.data.completion import completion
 from gpt4d.planner import __main__ as planner
 from gpt4d.validation import validate
-from tests.data.test_megatron import write
-from tests.support.settings import configured
+from tests.support.data_files import write
+from tests.support.environment import REPOSITORY
 
-REPOSITORY = Path(__file__).parents[1]
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 _STARTERS = r"(?:python|torchrun|srun|sbatch) "
 _NODE_GPUS = 4  # of Perlmutter
 
@@ -25,7 +27,7 @@ _NODE_GPUS = 4  # of Perlmutter
 def documented_commands() -> list[str]:
     """Return all commands in code blocks and inline code, each in one line, without comments."""
     commands = []
-    for page in (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))):
+    for page in PAGES:
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
         commands += [line.strip() for line in text.splitlines() if re.match(_STARTERS, line)]
         commands += re.findall(rf"`({_STARTERS}[^`]*)`", text)
@@ -52,8 +54,13 @@ BENCHMARKS = sorted({c for c in documented_commands() if c.startswith("python -m
 PLANNING = [c for c in COMMANDS if c.startswith("python -m gpt4d.planner ")]
 
 
-def test_the_commands_are_found():
+def test_the_commands_are_found_and_have_no_unknown_key():
     assert len(TRAINING) >= 20 and len(PLANNING) >= 5 and len(BENCHMARKS) >= 20
+    known = {*known_keys(), *(path.name for path in CONFIG_DIR.iterdir())}
+    text = "".join(page.read_text(encoding="utf-8").replace("\\\n", " ") for page in PAGES)
+    commands = re.findall(r"train\.py ([^`|#\n]+)", text)
+    keys = {key for command in commands for key in re.findall(r"(?:^|\s)([a-z_]+[\w.]*)=\S", command)}
+    assert len(keys) > 40 and keys <= known, keys - known
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +80,7 @@ def directory(tmp_path_factory):
         path.parent.mkdir(parents=True)
         path.write_bytes(bytes(1000))
         (path.parent / "header.json").write_text("{}")
-    (directory / "megatron").mkdir()
-    for name in ("crawl", "books"):
+        (directory / "megatron").mkdir(exist_ok=True)
         write(directory / "megatron" / f"{name}_text_document", [[1, 2, 3]])
     for path in re.findall(r"checkpoint.resume=(\S+/step_\d+)", "\n".join(COMMANDS)):
         (directory / path).mkdir(parents=True)
@@ -91,9 +97,9 @@ def test_a_documented_run_has_a_dry_run(command, directory, monkeypatch):
     overrides = [word for word in arguments_of(command, program) if word != "--dry-run"]
     if not any(word.startswith("cluster=") for word in overrides) or "cluster=mine" in overrides:
         overrides += ["cluster=perlmutter"]
-    config = configured([word for word in overrides if word != "cluster=mine"] + ["run.dry=true"])
+    config, origins = completion(compose([word for word in overrides if word != "cluster=mine"] + ["run.dry=true"]))
     plan = validate(config, config.run.world_size or world_size_of(command))
-    assert "nothing was started" in dry_run.report(plan, config)
+    assert "nothing was started" in dry_run.report(plan, config, origins)
 
 
 @pytest.mark.parametrize("command", BENCHMARKS)
@@ -107,3 +113,55 @@ def test_a_documented_benchmark_reads_its_arguments(command):
 def test_a_documented_question_has_an_answer(command, capsys):
     planner.main([word.replace("cluster=mine", "cluster=local") for word in arguments_of(command, "gpt4d.planner")])
     assert "error" not in capsys.readouterr().out
+
+
+PAGE = REPOSITORY / "docs/troubleshooting.md"
+_SHORTEST = 4  # letters of a message without its values
+
+
+def quoted() -> list[str]:
+    """Return the code in the first cell of each row of a table: messages and keys of metrics.jsonl."""
+    rows = re.findall(r"^\| (.*?) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    return [message for cell in rows for message in re.findall(r"`([^`]+)`", cell)]
+
+
+def texts(source: str) -> list[str]:
+    """Return the texts in a module other than docstrings; ``…`` stands for the values of f-strings."""
+    tree = ast.parse(source)
+    statements = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    found = []
+    for node in ast.walk(tree):
+        if id(node) in statements | parts:
+            continue
+        if isinstance(node, ast.JoinedStr):
+            values = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+            found.append("".join(map(str, values)))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+    return found
+
+
+@pytest.fixture
+def sources() -> list[str]:
+    return [text for path in (REPOSITORY / "gpt4d").rglob("*.py") for text in texts(path.read_text(encoding="utf-8"))]
+
+
+def is_in(message: str, sources: list[str]) -> bool:
+    """Return whether a text contains ``message``, in which each ``…`` stands for any characters."""
+    pattern = re.compile(".*".join(map(re.escape, message.split("…"))))
+    return any(pattern.search(text) for text in sources)
+
+
+def test_every_quoted_message_and_key_of_metrics_exists_in_the_source(sources):
+    codes = {*quoted()}
+    messages = {code for code in codes if " " in code}
+    assert messages and codes - messages
+    assert not [message for message in messages if len(re.findall(r"\w", message)) < _SHORTEST]
+    assert not [message for message in messages if not is_in(message, sources)]
+    assert not [key for key in codes - messages if not all(is_in(part, sources) for part in key.split("."))]
+
+
+def test_the_texts_of_a_module_are_complete_and_contain_no_docstrings():
+    assert texts('"""A."""\nx = f"b {c} d" "e"\ny = "f" "g"\n') == ["b … de", "fg"]
+    assert is_in("b … de", ["a b … de"]) and not is_in("d … b", ["b … de"])

@@ -16,29 +16,19 @@ from gpt4d.data.prepare import corpus
 from gpt4d.model import registry  # noqa: F401 – registers the families' settings
 from gpt4d.planner import tables
 from gpt4d.planner.search import rank
+from tests.support.environment import REPOSITORY
 from tests.support.grids import full, grid_name, metric_lines, on_grid, train_in_rank
 from tests.support.rank_pool import RankPool
 from tests.support.settings import configured
 
-FILES = Path(__file__).parent / "golden"
+FILES = REPOSITORY / "tests/golden"
 GRIDS = [GridSizes(), GridSizes(1, 2, 1, 2), GridSizes(2, 2, 2, 1), GridSizes(2, 1, 2, 2)]
 RUN = [
-    "model=gpt_tiny",
-    "model.vocab_size=4096",
-    "optim.algorithm=adamw",
-    "optim.lr=4e-3",
-    "train.steps=20",
-    "train.activation_checkpointing=full",
-    "parallel.cache_layers=2",
-    "train.micro_batch_size=1",
-    "model.dropout=0.1",
-    "model.attention_dropout=0.1",
-    "logging.every=1",
-    "train.validate_every=0",
-    "train.validation_batches=0",
-    "checkpoint.every=0",
-    "logging.sample_tokens=0",
-]
+    "model=gpt_tiny", "model.vocab_size=4096", "optim.algorithm=adamw", "optim.lr=4e-3", "train.steps=20",
+    "train.activation_checkpointing=full", "parallel.cache_layers=2", "train.micro_batch_size=1", "model.dropout=0.1",
+    "model.attention_dropout=0.1", "logging.every=1", "train.validate_every=0", "train.validation_batches=0",
+    "checkpoint.every=0", "logging.sample_tokens=0",
+]  # fmt: skip
 QUERIES = [
     "world_size=8 model=gpt_tiny model.vocab_size=4096 cluster=local optim.algorithm=adamw",
     "world_size=32 model=gpt_20b cluster=perlmutter train.activation_checkpointing=full train.batch_size=64",

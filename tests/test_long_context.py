@@ -2,9 +2,7 @@
 
 import json
 import re
-import shlex
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,15 +14,12 @@ from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import ConfigError
 from gpt4d.data.prepare import corpus as prepared
 from gpt4d.validation import validate
-from tests.checkpoint.test_exporter_llama import GEMMA3, MODEL, OLMO2, save
 from tests.support.chat import write_tokenizer
+from tests.support.checkpoint_sources import GEMMA3, MODEL, OLMO2, save
 from tests.support.grids import full, metric_lines, train_in_rank
-from tests.support.jobs import run_command
+from tests.support.run_files import events
 from tests.support.settings import configured
-from tests.test_cli import ROOT
-from tests.test_tutorials import commands_of, overridden
 
-GUIDE = ROOT / "docs/guides/long_context.md"
 ORIGINAL, LENGTH = 64, 256
 YARN = ["model.rope_scaling=yarn", "model.rope_factor=4", f"model.rope_original_positions={ORIGINAL}"]
 MODELS = {
@@ -56,11 +51,6 @@ def imported(tmp_path, capsys):
     return build
 
 
-def events(run_dir, kind):
-    lines = map(json.loads, (Path(run_dir) / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line.get("event") == kind]
-
-
 @pytest.mark.parametrize("family", ["llama", full("olmo2"), full("gemma3")])
 def test_an_extended_import_is_exported_with_the_same_validation_loss(ranks, tiny, imported, tmp_path, family):
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -89,9 +79,7 @@ def test_an_extended_import_is_exported_with_the_same_validation_loss(ranks, tin
     assert validation["loss"] == pytest.approx(loss, abs=1e-6)
 
 
-def test_initial_weights_of_other_positions_need_equal_shapes_and_a_resume_needs_equal_positions(
-    ranks, tiny, imported, tmp_path
-):
+def test_initial_weights_of_other_positions_need_equal_shapes_and_a_resume_needs_equal_positions(tiny, imported):
     run, model = imported("llama")
     extended = [*model, f"model.max_positions={LENGTH}", *YARN]
     fits = tiny(*extended, f"checkpoint.init={run}")
@@ -109,66 +97,40 @@ def test_learned_positions_of_initial_weights_cannot_be_extended(ranks, tiny, tm
         checkpoint_dir.check_run(tiny("model.max_positions=64", f"checkpoint.init={source.run.dir}"))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "settings"),
-    [
-        (["model=llama_tiny", "train.seq_len=1024"],
-         "model.max_positions=1024 model.rope_scaling=yarn model.rope_factor=4 model.rope_original_positions=256"),
-        (["model=olmo2_tiny", "train.seq_len=1000"],
-         "model.max_positions=1000 model.rope_scaling=yarn model.rope_factor=3.90625 "
-         "model.rope_original_positions=256"),
-        (["model=llama_tiny", "model.rope_scaling=linear", "model.rope_factor=2", "train.seq_len=1024"],
-         "model.max_positions=1024 model.rope_factor=8"),
-        (["model=llama_1b", "train.seq_len=524288"], "model.max_positions=524288 model.rope_factor=64"),
-        (["model=llama_1b", "train.seq_len=262144"], "model.max_positions=262144"),
-        (["model=gemma3_tiny", "model.rope_linear_factor=8", "train.seq_len=512"],
-         "model.max_positions=512 model.rope_linear_factor=16"),
-    ],
-)  # fmt: skip
-def test_a_length_beyond_the_models_is_rejected_with_overrides_that_extend_it(overrides, settings):
-    with pytest.raises(
-        ConfigError, match=r"^train\.seq_len=\d+: longer than model\.max_positions=\d+; lower it"
-    ) as error:
-        validate(configured([*overrides, "cluster=dgx_h100", "cluster.memory_gib=1e6"]), 1)
-    assert f"extend a trained model by RoPE scaling with {settings}, or train a new model" in str(error.value)
-    validate(configured([*overrides, *settings.split(), "cluster=dgx_h100", "cluster.memory_gib=1e6"]), 1)
+YARN_4 = "model.rope_scaling=yarn model.rope_factor=4 model.rope_original_positions=256"
+EXTENSIONS = [  # a length beyond the model's, and the settings that extend the model
+    ("model=llama_tiny train.seq_len=1024", f"model.max_positions=1024 {YARN_4}"),
+    ("model=olmo2_tiny train.seq_len=1000",
+     f"model.max_positions=1000 {YARN_4.replace('factor=4', 'factor=3.90625')}"),
+    ("model=llama_tiny model.rope_scaling=linear model.rope_factor=2 train.seq_len=1024",
+     "model.max_positions=1024 model.rope_factor=8"),
+    ("model=llama_1b train.seq_len=524288", "model.max_positions=524288 model.rope_factor=64"),
+    ("model=llama_1b train.seq_len=262144", "model.max_positions=262144"),
+    ("model=gemma3_tiny model.rope_linear_factor=8 train.seq_len=512",
+     "model.max_positions=512 model.rope_linear_factor=16"),
+]  # fmt: skip
 
 
-def test_learned_positions_are_rejected_with_a_remedy_for_a_new_model():
-    expected = "and learned positions cannot be extended; lower it, or train a new model with model.max_positions=512"
+@pytest.mark.parametrize(("words", "settings"), EXTENSIONS)
+def test_a_length_beyond_the_models_is_rejected_with_overrides_that_extend_it(words, settings):
+    words = [*words.split(), "cluster=dgx_h100", "cluster.memory_gib=1e6"]
+    expected = r"^train\.seq_len=\d+: longer than model\.max_positions=\d+; lower it.* extend a trained model by RoPE "
+    expected += f"scaling with {re.escape(settings)}, or train a new model"
     with pytest.raises(ConfigError, match=expected):
-        validate(configured(["model=gpt_tiny", "train.seq_len=512", "cluster=local"]), 1)
+        validate(configured(words), 1)
+    validate(configured([*words, *settings.split()]), 1)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "length", "sequences"),
-    [
-        (["model=qwen3_8b"], 32768, 32),
-        (["model=llama_tiny", "train.seq_len=192"], 192, 4096),
-        (["model=llama_1b", "model.max_positions=2000000"], 2000000, 1),
-        (["model=llama_tiny", "train.batch_size=3"], 256, 3),
-    ],
-)
-def test_a_step_of_the_recipe_has_about_a_million_tokens(overrides, length, sequences):
-    config = configured(["train=long_context", *overrides])
+RECIPES = [  # settings, length and batch size
+    ("model=qwen3_8b", 32768, 32),
+    ("model=llama_tiny train.seq_len=192", 192, 4096),
+    ("model=llama_1b model.max_positions=2000000", 2000000, 1),
+    ("model=llama_tiny train.batch_size=3", 256, 3),
+]
+
+
+@pytest.mark.parametrize(("words", "length", "sequences"), RECIPES)
+def test_a_step_of_the_recipe_has_about_a_million_tokens(words, length, sequences):
+    config = configured(["train=long_context", *words.split()])
     assert (config.train.seq_len, config.train.batch_size) == (length, sequences)
     assert (config.optim.algorithm, config.optim.lr, config.optim.warmup_steps) == ("adamw", 2e-5, 20)
-
-
-@pytest.mark.full
-def test_the_commands_of_the_guide_run_in_order(ranks, tmp_path):
-    (tmp_path / "train.py").symlink_to(ROOT / "train.py")
-    for command in commands_of(GUIDE):
-        words = shlex.split(command)
-        assert words.pop(0) == "python", command
-        if words[0] == "train.py":
-            words = overridden(
-                words, ["train.steps=2", "train.validation_batches=1", "data.processes=1", "cluster=local"]
-            )
-        done = run_command(ranks.context, *words, directory=tmp_path)
-        assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
-    lengths = [
-        json.loads((tmp_path / name / "config.json").read_text())["max_position_embeddings"]
-        for name in ("short", "long")
-    ]
-    assert lengths == [256, 1024]

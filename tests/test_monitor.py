@@ -3,14 +3,19 @@
 import json
 import math
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from gpt4d.config import ConfigError, TrainConfig
 from gpt4d.monitor import LossMonitor, RunningStats, StepMetrics, StragglerDetector, all_finite
-from tests.support.grids import metric_lines
+from gpt4d.parallel.gradient_reducer import GradientReducer
+from tests.support.grids import global_tensor, metric_lines
 from tests.support.rank_pool import RankFailure
+from tests.support.run_files import events
+from tests.support.training import build_trainer
 
 NAN = math.nan
 
@@ -47,9 +52,8 @@ def test_max_skipped_consecutive_steps_end_the_run():
         assert not monitor.is_finite
         monitor.note(step_metrics(step, 3.0))
         assert monitor.is_finite
-    with pytest.raises(
-        ConfigError, match=r"3 step\(s\) in a row were skipped; at step 9 loss and gradient norm are nan"
-    ):
+    expected = r"3 step\(s\) in a row were skipped; at step 9 loss and gradient norm are nan"
+    with pytest.raises(ConfigError, match=expected):
         for step in range(7, 10):
             monitor.note(step_metrics(step, NAN, NAN, skipped=True))
 
@@ -87,13 +91,8 @@ def test_a_rank_that_is_late_five_times_in_a_row_is_named():
 def train_with_bad_gradient(config, steps, value, bad_rank=1):
     """Train on this rank; in ``steps``, set one gradient element on ``bad_rank`` to ``value``.
 
-    Returns the global weights before the update of each step.
+    Returns the global weights before the update of each step, in one vector.
     """
-    import torch.distributed as dist
-
-    from gpt4d.parallel.gradient_reducer import GradientReducer
-    from tests.support.grids import global_tensor
-
     trainer = build_trainer(config)
     finish, weights = GradientReducer.finish, []
 
@@ -101,43 +100,27 @@ def train_with_bad_gradient(config, steps, value, bad_rank=1):
         if trainer.progress.step + 1 in steps and dist.get_rank() == bad_rank:
             next(p for p in trainer.stage.module.parameters() if p.grad is not None).grad.view(-1)[0] = value
         finish(self)
-        weights.append(
-            {n: global_tensor(p, p.spec, trainer.stage.grid) for n, p in trainer.stage.module.named_parameters()}
-        )
+        parameters = trainer.stage.module.parameters()
+        weights.append(torch.cat([global_tensor(each, each.spec, trainer.stage.grid).view(-1) for each in parameters]))
 
-    GradientReducer.finish = finish_with_bad_value
-    try:
+    with patch.object(GradientReducer, "finish", finish_with_bad_value):
         trainer.run()
-    finally:
-        GradientReducer.finish = finish
     return weights
-
-
-def build_trainer(config):
-    import torch.distributed as dist
-
-    from gpt4d.trainer import Trainer
-    from gpt4d.validation import validate
-
-    return Trainer(validate(config, dist.get_world_size()), torch.device("cpu"))
 
 
 def test_a_nan_on_one_rank_skips_the_step_on_all_and_is_counted(ranks, tiny):
     config = tiny("parallel.gz=2", "train.steps=6", "parallel.overlap.data=false", "checkpoint.every=1")
     weights = ranks.run(4, train_with_bad_gradient, config, (3, 4), NAN)
     before = weights[0]
-    for step in (3, 4):  # The third and fourth update changed nothing.
-        assert all(torch.equal(before[step][name], before[2][name]) for name in before[2])
-    assert any(not torch.equal(before[5][name], before[4][name]) for name in before[4])
-    for other in weights[1:]:
-        assert all(torch.equal(other[step][name], before[step][name]) for step in range(6) for name in before[step])
+    assert torch.equal(before[3], before[2]) and torch.equal(before[4], before[2])  # two updates changed nothing
+    assert not torch.equal(before[5], before[4])
+    assert all(torch.equal(torch.stack(other), torch.stack(before)) for other in weights[1:])
     lines = metric_lines(config.run.dir)
     assert [line["skipped"] for line in lines] == [0, 0, 1, 2, 2, 2]
     assert [line["grad_norm"] is None for line in lines] == [False, False, True, True, False, False]
-    events = [json.loads(line) for line in (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in events if line.get("event") == "skipped"] == [3, 4]
+    assert [line["step"] for line in events(config.run.dir, "skipped")] == [3, 4]
     # No checkpoint is saved after a non-finite step.
-    assert [line["step"] for line in events if line.get("event") == "checkpoint"] == [1, 2, 5, 6]
+    assert [line["step"] for line in events(config.run.dir, "checkpoint")] == [1, 2, 5, 6]
 
 
 def test_a_run_resumed_after_skipped_steps_gives_the_same_bits(ranks, tiny, tmp_path):
@@ -149,9 +132,8 @@ def test_a_run_resumed_after_skipped_steps_gives_the_same_bits(ranks, tiny, tmp_
         config = tiny(*common, f"train.steps={steps}")
         weights += ranks.run(1, train_with_bad_gradient, config, (1, 4), NAN, 0)[0]
     assert [line["skipped"] for line in metric_lines(config.run.dir)] == [1, 1, 1, 2, 2, 2, 2, 2, 2]
-    for step in range(9):
-        assert all(torch.equal(weights[step][name], whole) for name, whole in expected[step].items()), step
-    assert any(not torch.equal(weights[8][name], weights[4][name]) for name in weights[4])
+    assert torch.equal(torch.stack(weights), torch.stack(expected))
+    assert not torch.equal(weights[8], weights[4])
 
 
 def test_persistent_non_finite_steps_end_the_run(ranks, tiny):
@@ -162,21 +144,14 @@ def test_persistent_non_finite_steps_end_the_run(ranks, tiny):
 
 
 def test_skipped_spikes_leave_the_weights_unchanged(ranks, tiny):
-    settings = (
-        "train.steps=30",
-        "train.skip_spikes=true",
-        "parallel.overlap.data=false",
-        "optim.lr=1e-4",
-        "optim.min_lr_ratio=0",
-    )
-    weights = ranks.run(2, train_with_bad_gradient, tiny(*settings), (25,), 1e4)[0]
-    assert all(torch.equal(weights[25][name], weights[24][name]) for name in weights[24])
-    lines = metric_lines(tiny().run.dir)
-    assert [line["skipped"] for line in lines] == [0] * 24 + [1] * 6
+    settings = "train.steps=30", "train.skip_spikes=true", "optim.lr=1e-4", "optim.min_lr_ratio=0"
+    config = tiny(*settings, "parallel.overlap.data=false")
+    weights = ranks.run(2, train_with_bad_gradient, config, (25,), 1e4)[0]
+    assert torch.equal(weights[25], weights[24])
+    assert [line["skipped"] for line in metric_lines(config.run.dir)] == [0] * 24 + [1] * 6
 
 
 def train_with_nan_weight(config):
-
     trainer = build_trainer(config)
     save = trainer.checkpoints.save
 

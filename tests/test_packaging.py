@@ -1,7 +1,10 @@
-"""The package's metadata agree with each other, and README leads to every page of the documentation."""
+"""The package: its metadata, its layers, the files of a wheel, and the command gpt4d. README leads to every page."""
 
 import ast
+import importlib
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -11,19 +14,13 @@ import pytest
 from packaging.requirements import Requirement
 
 import gpt4d
-from gpt4d.config import ConfigError, compose
+from gpt4d import __main__ as command
+from gpt4d.config import CONFIG_DIR, ConfigError, compose
+from tests.support.environment import REPOSITORY
+from tests.support.pages import pinned_versions
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-
-
-def pinned_versions() -> dict[str, str]:
-    """Return the version of each package in requirements.txt, which must be one exact version."""
-    lines = (REPOSITORY / "requirements.txt").read_text().splitlines()
-    pins = [Requirement(line.partition("#")[0]) for line in lines if line.partition("#")[0].strip()]
-    specifiers = {pin.name: list(pin.specifier) for pin in pins}
-    assert all(len(s) == 1 and s[0].operator == "==" for s in specifiers.values()), specifiers
-    return {name: specifier[0].version for name, specifier in specifiers.items()}
+PYPROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
 
 
 def links(page: Path) -> set[Path]:
@@ -45,13 +42,11 @@ def reachable_from_readme() -> set[Path]:
 
 def imported_parts(path: Path) -> set[str]:
     """Return the packages and modules of gpt4d that a file imports, other than for its annotations."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree, names = ast.parse(path.read_text(encoding="utf-8")), []
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             node.body = []
-    names = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module:
+        elif isinstance(node, ast.ImportFrom) and node.module:
             names += [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
@@ -72,16 +67,13 @@ def test_packages_import_downward_only():
         assert imports <= set(order[: place + 1]), f"gpt4d/{name} imports {imports - set(order[: place + 1])}"
 
 
-def test_pins_lie_inside_the_ranges_of_the_package():
+def test_pins_lie_inside_the_ranges_of_the_package_and_the_version_is_that_of_the_metadata():
+    assert gpt4d.__version__ == PROJECT["version"]
     ranges = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]]
     allowed = {requirement.name: requirement.specifier for requirement in map(Requirement, ranges)}
     pins = pinned_versions()
     assert pins.keys() == allowed.keys()
     assert not {name: version for name, version in pins.items() if version not in allowed[name]}
-
-
-def test_version_is_that_of_the_metadata():
-    assert gpt4d.__version__ == PROJECT["version"]
 
 
 def test_readme_is_short_and_leads_to_every_page():
@@ -97,9 +89,8 @@ def test_make_rejects_an_old_python_in_one_line(tmp_path):
     command = ["make", f"VENV={tmp_path / 'venv'}", f"PYTHON={old}", "train"]
     made = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert made.returncode
-    errors = [line for line in made.stderr.splitlines() if not line.startswith("make")]
-    assert len(errors) == 1
-    assert errors[0].startswith("error: gpt4d needs Python 3.11 or newer")
+    (error,) = [line for line in made.stderr.splitlines() if not line.startswith("make")]
+    assert error.startswith("error: gpt4d needs Python 3.11 or newer")
     assert not (tmp_path / "venv").exists()
 
 
@@ -107,3 +98,63 @@ def test_missing_configs_name_the_remedy(monkeypatch, tmp_path):
     monkeypatch.setattr(f"{compose.__module__}.CONFIG_DIR", tmp_path / "configs")
     with pytest.raises(ConfigError, match=r"no such directory; install gpt4d again"):
         compose()
+
+
+def started(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["gpt4d", *arguments])
+    command.main()
+
+
+@pytest.mark.parametrize("name", command.MODULES)
+def test_a_command_passes_its_arguments_on(name, monkeypatch):
+    received, listening = [], []
+    monkeypatch.setattr(importlib.import_module(command.MODULES[name]), "main", received.append)
+    monkeypatch.setattr(command, "end_on_signals", lambda: listening.append(name))
+    started(monkeypatch, name, "a=1", "--help")
+    assert received == [["a=1", "--help"]]
+    assert listening == (["train"] if name == "train" else [])
+
+
+def test_help_and_unknown_commands_name_the_commands(monkeypatch, capsys):
+    started(monkeypatch)
+    assert ", ".join(command.MODULES) in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        started(monkeypatch, "fly")
+    expected = f"error: gpt4d fly: there is no such command; use one of {', '.join(command.MODULES)}\n"
+    assert capsys.readouterr().err == expected
+
+
+def installed_files() -> set[Path]:
+    """Return the files of a wheel, as pyproject.toml describes them, relative to the clone."""
+    setuptools = PYPROJECT["tool"]["setuptools"]
+    files = {path for path in REPOSITORY.glob("gpt4d/**/*.py") if (path.parent / "__init__.py").exists()}
+    for package, patterns in setuptools["package-data"].items():
+        folder = REPOSITORY / package.replace(".", "/")
+        files |= {path for pattern in patterns for path in folder.glob(pattern)}
+    return {path.relative_to(REPOSITORY) for path in files}
+
+
+def test_a_wheel_has_all_configs_and_all_files_of_the_package():
+    files = (
+        Path(folder, name) for folder, _, names in os.walk(REPOSITORY / "gpt4d", followlinks=True) for name in names
+    )
+    expected = {path.relative_to(REPOSITORY) for path in files if path.suffix != ".pyc"}
+    assert installed_files() == expected
+    configs = {path.relative_to(CONFIG_DIR) for path in CONFIG_DIR.rglob("*.yaml")}
+    assert {Path("gpt4d/config/files") / path for path in configs} <= expected and len(configs) > 50
+
+
+@pytest.mark.slow
+def test_an_installed_package_trains_from_an_empty_folder(tmp_path):
+    for path in installed_files():
+        (tmp_path / "site" / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(REPOSITORY / path, tmp_path / "site" / path)
+    folder, script = tmp_path / "folder", PROJECT["scripts"]["gpt4d"]
+    folder.mkdir()
+    module, _, function = script.partition(":")
+    words = ["train", "model=unet_50m", "cluster=dgx_h100", "--dry-run"]
+    program = f"import sys; sys.argv[1:] = {words}; from {module} import {function}; {function}()"
+    command, environment = [sys.executable, "-P", "-c", program], {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "runs/unet_50m-blue_marble" in done.stdout and not any(folder.iterdir())

@@ -17,9 +17,9 @@ from gpt4d.parallel.comm.stats import CommStats
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
 from gpt4d.timeline import LayerSpan
-from gpt4d.trainer import Trainer
-from gpt4d.validation import validate
-from tests.support.grids import metric_lines, on_grid, train_in_rank
+from tests.support.grids import full, metric_lines, on_grid, train_in_rank
+from tests.support.run_files import events
+from tests.support.training import before_each_step, build_trainer, losses_and_norms
 
 SHORT = ("train.steps=4", "train.micro_batch_size=4")
 RECOMPUTED = "train.activation_checkpointing=full"
@@ -31,11 +31,6 @@ def single_device():
     """Process group of a run on one device, inside the test process."""
     with process_group(Launch(), torch.device("cpu")):
         yield
-
-
-def trainer(config) -> Trainer:
-    """Return a trainer on one device; needs the fixture ``single_device``."""
-    return Trainer(validate(config, 1), torch.device("cpu"))
 
 
 def traces(config) -> list[str]:
@@ -52,40 +47,21 @@ def named_ranges(config, file: str) -> list[tuple[str, float, float]]:
     return sorted(((e["name"], e["ts"], e["ts"] + e["dur"]) for e in named), key=lambda r: r[1])
 
 
-def losses_and_norms(config):
-    return [(line["loss"], line["grad_norm"]) for line in metric_lines(config.run.dir)]
-
-
-def events(config):
-    lines = [json.loads(line) for line in (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()]
-    return [line["event"] for line in lines if "event" in line]
-
-
 def hooks(trainer) -> list:
     """Return the hooks a profiled step leaves on model and optimizer, and the axes with named collectives."""
     handles = [h for m in trainer.stage.module.modules() for h in (*m._forward_hooks, *m._forward_pre_hooks)]
-    handles += [
-        *trainer.train_step.optimizer._optimizer_step_pre_hooks,
-        *trainer.train_step.optimizer._optimizer_step_post_hooks,
-    ]
+    optimizer = trainer.train_step.optimizer
+    handles += [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]
     return handles + [axis.name for axis in trainer.stage.grid if axis.traffic.named_range is not nullcontext]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "recompute"),
-    [
-        (GridSizes(1, 1, 2, 2), ()),
-        pytest.param(GridSizes(2, 2, 1, 1), (RECOMPUTED,), marks=pytest.mark.full),
-        pytest.param(GridSizes(2, 2, 1, 1), (), marks=pytest.mark.full),
-        pytest.param(GridSizes(1, 1, 2, 2), (RECOMPUTED,), marks=pytest.mark.full),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("recompute", [(), full((RECOMPUTED,))], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("sizes", [GridSizes(1, 1, 2, 2), full(GridSizes(2, 2, 1, 1))], ids=str)
 def test_a_profiled_run_has_equal_bits_and_named_traces_of_every_rank(ranks, tiny, sizes, recompute):
-    plain = tiny(*SHORT, *on_grid(sizes), *recompute, "run.dir=" + tiny().run.dir + "-plain")
-    config = tiny(*SHORT, *on_grid(sizes), *recompute, "profile.steps=2-3")
-    ranks.run(4, train_in_rank, plain)
-    ranks.run(4, train_in_rank, config)
+    words = (*SHORT, *on_grid(sizes), *recompute)
+    plain, config = tiny(*words, "run.dir=" + tiny().run.dir + "-plain"), tiny(*words, "profile.steps=2-3")
+    for each in (plain, config):
+        ranks.run(4, train_in_rank, each)
     assert losses_and_norms(config) == losses_and_norms(plain)
     assert not (Path(plain.run.dir) / "traces").exists()
 
@@ -103,8 +79,7 @@ def test_a_profiled_run_has_equal_bits_and_named_traces_of_every_rank(ranks, tin
         assert {"step 2", "step 3", "optimizer update"} <= set(names)
         assert collectives <= set(names) and {f"wait {name}" for name in collectives} <= set(names)
         assert not any(name.endswith((" x", " y")) for name in names) or sizes.x == 2
-        phases = ["forward", "backward", *(["recomputation"] if recompute else [])]
-        for phase in phases:
+        for phase in ("forward", "backward", *(["recomputation"] if recompute else [])):
             for layer in ["blocks.0", *(f"blocks.1.{layer}" for layer in INNERMOST)]:
                 assert names.count(f"{layer} {phase}") == uses, (layer, phase)
         for layer in ("tokens", "positions", "norm", "head"):
@@ -115,12 +90,7 @@ def test_a_profiled_run_has_equal_bits_and_named_traces_of_every_rank(ranks, tin
 def train_and_record_timeline(config):
     """Train, and return the arguments of each call of ``timeline.draw`` on this rank."""
     calls = []
-
-    def record(path, *values):
-        calls.append(values)
-        path.touch()
-
-    with patch.object(timeline, "draw", record):
+    with patch.object(timeline, "draw", lambda path, *values: (path.touch(), calls.append(values))):
         train_in_rank(config)
     return calls
 
@@ -148,7 +118,7 @@ def test_the_timeline_shows_one_step_of_rank_0_with_every_axis(ranks, tiny):
 
 def test_a_block_range_contains_its_layers_and_its_recomputation(single_device, tiny):
     config = tiny("train.steps=1", RECOMPUTED, "profile.steps=1")
-    trainer(config).run()
+    build_trainer(config).run()
     ranges = {name: (start, stop) for name, start, stop in named_ranges(config, traces(config)[0])}
 
     def within(inner, outer):
@@ -164,15 +134,9 @@ def test_a_block_range_contains_its_layers_and_its_recomputation(single_device, 
 
 
 def test_hooks_exist_only_during_profiled_steps(single_device, tiny):
-    one = trainer(tiny(*SHORT, "profile.steps=2-3"))
-    seen, step = [], one._step
-
-    def watched_step(stop):
-        seen.append(bool(hooks(one)))
-        return step(stop)
-
-    one._step = watched_step
-    one.run()
+    one, seen = build_trainer(tiny(*SHORT, "profile.steps=2-3")), []
+    with before_each_step(one, lambda step: seen.append(bool(hooks(one)))):
+        one.run()
     assert seen == [False, True, True, False]
     assert hooks(one) == []
 
@@ -180,29 +144,27 @@ def test_hooks_exist_only_during_profiled_steps(single_device, tiny):
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_failure_during_profiling_leaves_no_trace_and_no_hook(single_device, tiny, where):
     config = tiny(*SHORT, "profile.steps=2-3")
-    one = trainer(config)
-    failing = one.stage.module.blocks["1"].mlp
-    scatter, compute = one.stage.weights.scatter, one.train_step.runtime.compute
+    one = build_trainer(config)
+    failing, owner, name = one.stage.module.blocks["1"].mlp.up, one.train_step.runtime, "compute"
+    if where == "backward":
+        owner, name = one.stage.weights, "scatter"
+    original = getattr(owner, name)
 
     def fail(*_):
         raise RuntimeError("broken")
 
-    def broken_scatter(shard, gradient):
-        return fail() if one.progress.step == 2 and shard is failing.up.weight else scatter(shard, gradient)
+    def broken(*arguments):
+        if one.progress.step == 2 and where == "forward":
+            failing.forward = fail
+        return fail() if one.progress.step == 2 and arguments[0] is failing.weight else original(*arguments)
 
-    def broken_forward(*batch):
-        if one.progress.step == 2:
-            failing.up.forward = fail
-        return compute(*batch)
-
-    one.stage.weights.scatter = broken_scatter if where == "backward" else scatter
-    one.train_step.runtime.compute = broken_forward if where == "forward" else compute
+    setattr(owner, name, broken)
     with pytest.raises(RuntimeError, match="broken"):
         one.run()
     assert traces(config) == [] and hooks(one) == []
 
     again = tiny("train.steps=1", "profile.steps=1", "run.dir=" + config.run.dir + "-again")
-    trainer(again).run()  # The profiler of this process can start again.
+    build_trainer(again).run()  # The profiler of this process can start again.
     assert len(traces(again)) == 2
 
 
@@ -217,7 +179,7 @@ def test_a_partially_written_file_is_removed_and_the_run_goes_on(single_device, 
         patch.object(profiling.profile, "export_chrome_trace", write_half_and_fail),
         patch.object(timeline, "draw", lambda path, *rest: write_half_and_fail(None, path)),
     ):
-        trainer(config).run()
+        build_trainer(config).run()
     assert traces(config) == []
     warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
     assert [" No space left on device; free space" in line for line in warnings] == [True, True]
@@ -225,19 +187,17 @@ def test_a_partially_written_file_is_removed_and_the_run_goes_on(single_device, 
 
 
 def test_a_resumed_run_profiles_the_rest_of_the_range_or_says_it_is_past(single_device, tiny, capsys):
-    trainer(tiny("train.steps=3")).run()
+    build_trainer(tiny("train.steps=3")).run()
     resumed = tiny("train.steps=6", "profile.steps=2-5")
-    trainer(resumed).run()
-    assert set(traces(resumed)) == {
-        f"steps_00000004-00000005/{file}" for file in ("rank_00000.json.gz", "timeline.png")
-    }
-    assert events(resumed).count("profile") == 1
+    build_trainer(resumed).run()
+    assert traces(resumed) == [f"steps_00000004-00000005/{file}" for file in ("rank_00000.json.gz", "timeline.png")]
+    assert len(events(resumed.run.dir, "profile")) == 1
     capsys.readouterr()
-    trainer(tiny("train.steps=8", "profile.steps=5")).run()
+    build_trainer(tiny("train.steps=8", "profile.steps=5")).run()
     assert "profile.steps=5: already past, resumed at step 6" in capsys.readouterr().out
     assert len(traces(resumed)) == 2
     beyond = tiny("train.steps=8", "profile.steps=7-99", "run.dir=" + resumed.run.dir + "-beyond")
-    trainer(beyond).run()
+    build_trainer(beyond).run()
     assert len(traces(beyond)) == 2 and traces(beyond)[0].startswith("steps_00000007-00000008/")
 
 
@@ -246,7 +206,7 @@ def test_an_inner_layer_covers_the_layer_that_contains_it():
     again = LayerSpan("blocks.0", "recomputation", 2.0, 5.0)
     up_again = LayerSpan("blocks.0.mlp.up", "recomputation", 3.0, 4.0)
     norm = LayerSpan("norm", "forward", 11.0, 12.0)
-    outer, inner = timeline._lanes([norm, up_again, again, up, block])
+    outer, inner = timeline.lanes([norm, up_again, again, up, block])
     assert outer == [(block, 0.0, 2.0), (again, 2.0, 5.0), (block, 5.0, 10.0), (norm, 11.0, 12.0)]
     assert inner == [(up, 1.0, 3.0), (up_again, 3.0, 4.0), (up, 4.0, 8.0), (norm, 11.0, 12.0)]
 
@@ -264,9 +224,7 @@ def test_traffic_since_is_relative_to_its_origin_and_resets_nothing():
 @pytest.mark.parametrize("recompute", [(), (RECOMPUTED,)], ids=["plain", "checkpointed"])
 def test_with_chunks_each_turn_of_a_layer_is_named_and_no_ranges_cross(single_device, tiny, recompute):
     config = tiny("train.steps=1", "parallel.chunks=2", "model.dropout=0.1", "profile.steps=1", *recompute)
-    drawn = []
-    with patch.object(timeline, "draw", lambda path, *values: (path.touch(), drawn.append(values))):
-        trainer(config).run()
+    drawn = train_and_record_timeline(config)
     ((_, _, spans, _),) = drawn
     assert {"blocks.0", "blocks.1"} <= {span.name for span in spans if span.phase == "backward"}
     ranges = named_ranges(config, traces(config)[0])

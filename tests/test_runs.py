@@ -4,54 +4,29 @@ import errno
 import fcntl
 import json
 import os
-import re
 import subprocess
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from gpt4d.config import ConfigError
 from gpt4d.data.directory import write_once
+from gpt4d.run import train
 from gpt4d.runs import lock
 from gpt4d.runs.__main__ import main
 from gpt4d.runs.history import History, Point, interval_means
 from gpt4d.runs.plots import plot_losses
 from gpt4d.runs.summary import Run, State, differing_keys, find_runs, state_of
-
-ROOT = Path(__file__).resolve().parents[1]
-HOLD = """
-import sys
-from gpt4d.runs.lock import DirectoryLock, Path
-held = DirectoryLock(Path(sys.argv[1]))
-print("held", flush=True)
-input()
-"""
-
-
-@contextmanager
-def locked_by_another_process(directory):
-    directory.mkdir(exist_ok=True)
-    command = [sys.executable, "-c", HOLD, str(directory)]
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout.readline() == "held\n"
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+from tests.support.commands import wrong_messages
+from tests.support.run_files import append, event, locked_by_another_process, step, write_run
 
 
 def test_a_second_run_in_one_directory_ends_with_one_line_and_the_lock_ends_with_its_process(tmp_path, tiny):
-    from gpt4d.run import train
-
     config = tiny()
     run_dir = Path(config.run.dir)
     with locked_by_another_process(run_dir) as process:
-        expected = (
-            rf"run\.dir={re.escape(str(run_dir))}: another run \(\S+, pid {process.pid}, since .*\) is using it; wait"
-        )
+        expected = rf"run\.dir={run_dir}: another run \(\S+, pid {process.pid}, since .*\) is using it; wait"
         with pytest.raises(ConfigError, match=expected):
             train(config)
         with pytest.raises(ConfigError, match=expected):
@@ -95,27 +70,9 @@ def test_a_requeued_slurm_job_waits_for_the_lock_of_its_earlier_start(tmp_path, 
         lock.DirectoryLock(tmp_path).close()
 
 
-def step(number, loss=2.0, **values):
-    line = {"step": number, "tokens": 10 * number, "loss": loss, "time": 1000.0 + number, "elapsed_s": float(number)}
-    return line | {"step_time_s": 0.5, "tokens_per_s": 20.0} | values
-
-
-def event(name, number=0, **values):
-    return {"event": name, "step": number, "tokens": 10 * number, "time": 1000.0 + number, "elapsed_s": 1.0} | values
-
-
-def write_run(path, *lines, config="", **start):
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (path / "config.yaml").write_text(config)
-    (path / "starts.jsonl").write_text(json.dumps(start) + "\n")
-    return path
-
-
 def test_a_history_follows_a_run_and_drops_what_a_restart_repeats(tmp_path):
-    path = write_run(
-        tmp_path, event("start"), step(1, 4.0), step(2, 3.0), event("validation", 2, loss=3.5), step(3, 2.5)
-    )
+    lines = event("start"), step(1, 4.0), step(2, 3.0), event("validation", 2, loss=3.5), step(3, 2.5)
+    path = write_run(tmp_path, *lines)
     history = History(path)
     assert [point.loss for point in history.training.values()] == [4.0, 3.0, 2.5]
     with open(path / "metrics.jsonl", "a") as file:
@@ -123,31 +80,31 @@ def test_a_history_follows_a_run_and_drops_what_a_restart_repeats(tmp_path):
         file.write(json.dumps(event("start", 1)) + "\n" + json.dumps(step(2, None)) + "\n" + json.dumps(step(3, 2.9)))
         file.flush()
         history.update()
-        assert list(history.training) == [1] and not history.validation and history.step == 2, (
-            "the last line is incomplete"
-        )
+        # The last line is incomplete.
+        assert list(history.training) == [1] and not history.validation and history.step == 2
         file.write("\n" + json.dumps(event("done", 3)) + "\n")
     history.update()
     assert history.training == {1: Point(1, 10, 1.0, 4.0), 3: Point(3, 30, 3.0, 2.9)}
     assert (history.step, history.ending, history.time, history.per_s) == (3, "done", 1003.0, 20.0)
 
 
-@pytest.mark.parametrize(
-    ("lines", "locked", "host", "now", "state"),
-    [
-        ([], True, "here", 0, State.RUNNING),
-        ([], False, "here", 0, State.NEW),
-        ([event("start"), step(1)], True, "here", 1e9, State.RUNNING),
-        ([event("start"), step(1)], False, "here", 1002, State.INTERRUPTED),  # killed
-        ([event("start"), step(1)], False, "there", 1002, State.RUNNING),  # no lock reaches that host
-        ([event("start"), step(1)], False, "there", 2000, State.INTERRUPTED),
-        ([event("start"), step(1), event("signal", 1)], False, "there", 1002, State.INTERRUPTED),
-        ([event("start"), event("failed", problem="…")], False, "here", 0, State.FAILED),
-        ([event("start"), event("done", 9)], False, "here", 0, State.FINISHED),
-        ([event("start"), event("done", 9), event("start", 9), step(10)], False, "here", 0, State.INTERRUPTED),
-        ([event("start"), event("failed"), event("start"), event("done")], False, "here", 0, State.FINISHED),
-    ],
-)
+STARTED, DONE, FAILED = [event("start"), step(1)], event("done", 9), event("failed", problem="…")
+STATES = [
+    ([], True, "here", 0, State.RUNNING),
+    ([], False, "here", 0, State.NEW),
+    (STARTED, True, "here", 1e9, State.RUNNING),
+    (STARTED, False, "here", 1002, State.INTERRUPTED),  # killed
+    (STARTED, False, "there", 1002, State.RUNNING),  # no lock reaches that host
+    (STARTED, False, "there", 2000, State.INTERRUPTED),
+    ([*STARTED, event("signal", 1)], False, "there", 1002, State.INTERRUPTED),
+    ([event("start"), FAILED], False, "here", 0, State.FAILED),
+    ([event("start"), DONE], False, "here", 0, State.FINISHED),
+    ([event("start"), DONE, event("start", 9), step(10)], False, "here", 0, State.INTERRUPTED),
+    ([event("start"), FAILED, event("start"), DONE], False, "here", 0, State.FINISHED),
+]
+
+
+@pytest.mark.parametrize(("lines", "locked", "host", "now", "state"), STATES)
 def test_lock_and_last_events_decide_the_state(tmp_path, lines, locked, host, now, state):
     history = History(write_run(tmp_path, *lines))
     assert state_of(history, locked, lock.Holder("here", 1, 0.0), now, host) is state
@@ -165,10 +122,7 @@ def test_a_held_lock_shows_as_running_and_reading_does_not_take_it(tmp_path):
     held = lock.DirectoryLock(path)
     probe = "import sys; from gpt4d.runs.lock import *; print(is_locked(Path(sys.argv[1])))"
     for _ in range(2):
-        asked = subprocess.run(
-            [sys.executable, "-c", probe, path], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-        assert asked.stdout == "True\n"
+        assert subprocess.check_output([sys.executable, "-c", probe, path], text=True) == "True\n"
     held.close()
 
 
@@ -189,45 +143,33 @@ def config(lr, steps=3):
 @pytest.fixture
 def two_runs(tmp_path):
     first = [event("start"), step(1, 4.0), step(2, 3.0), event("validation", 2, loss=3.5), event("done", 3)]
-    start = {
-        "commit": "abc",
-        "clean": True,
-        "versions": {"torch": "2.11"},
-        "grids": ["1x1x1x1"],
-        "data": {"samples": "f"},
-    }
-    write_run(tmp_path / "sweep/lr=0.1", *first, config=config(0.1), **start)
-    other = start | {"commit": "def", "versions": {"torch": "2.13"}}
-    write_run(
-        tmp_path / "sweep/lr=0.2",
-        event("start"),
-        step(1, 5.0),
-        event("failed", 1, problem="no\n"),
-        config=config(0.2),
-        **other,
-    )
+    second = [event("start"), step(1, 5.0), event("failed", 1, problem="no\n")]
+    start = {"commit": "abc", "clean": True, "grids": ["1x1x1x1"], "data": {"samples": "f"}}
+    write_run(tmp_path / "sweep/lr=0.1", *first, config=config(0.1), **start, versions={"torch": "2.11"})
+    start["commit"] = "def"
+    write_run(tmp_path / "sweep/lr=0.2", *second, config=config(0.2), **start, versions={"torch": "2.13"})
     (tmp_path / "sweep/lr=0.1/checkpoints/step_00000003").mkdir(parents=True)
     (tmp_path / "cache").mkdir()
     return tmp_path
 
 
+def rows(text):
+    """Return the lines of a table that are not empty, with single spaces."""
+    return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+
+
 def test_runs_are_listed_recursively_with_differing_settings(two_runs, capsys, monkeypatch):
-    main([str(two_runs)])
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if line.strip()]
-    heading, *_, first, second, note = lines
+    monkeypatch.chdir(two_runs)  # a long path takes a second line
+    main(["."])
+    heading, *_, first, second, note = rows(capsys.readouterr().out)
     assert heading == "run optim.lr state step loss (last 10) validation speed left last line"
     assert "sweep/lr=0.1 0.1 finished 3/3 3.5000 3.5000 20 tokens/s" in first
     assert "sweep/lr=0.2 0.2 failed 1/3 5.0000" in second
     assert note.endswith("sweep/lr=0.2: no")
-    monkeypatch.chdir(two_runs)
     main(["sweep", "format=json"])
-    (one, two) = json.loads(capsys.readouterr().out)
-    assert (one["run"], one["state"], one["validation_loss"], two["problem"]) == (
-        "sweep/lr=0.1",
-        "finished",
-        3.5,
-        "no\n",
-    )
+    one, two = json.loads(capsys.readouterr().out)
+    assert (one["run"], one["state"], one["validation_loss"]) == ("sweep/lr=0.1", "finished", 3.5)
+    assert two["problem"] == "no\n"
 
 
 def test_validation_sets_of_a_run_are_read_listed_and_plotted(two_runs, tmp_path, capsys, monkeypatch):
@@ -236,15 +178,14 @@ def test_validation_sets_of_a_run_are_read_listed_and_plotted(two_runs, tmp_path
     path = write_run(tmp_path / "sweep/sets", event("start"), step(1, 4.0), *lines, config=config(0.3))
     history = History(path)
     assert not history.validation and history.sets["books"] == {1: Point(1, 10, 1.0, 3.0), 2: Point(2, 20, 1.0, 2.5)}
-    with open(path / "metrics.jsonl", "a") as file:
-        file.write(json.dumps(event("start", 1)) + "\n")
+    append(path, event("start", 1))
     history.update()
     assert list(history.sets["books"]) == [1] and not history.sets["code"]
     monkeypatch.chdir(two_runs)  # a long path takes a second line
     main(["sweep"])
-    heading, *rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if line.strip()]
+    heading, *lines = rows(capsys.readouterr().out)
     assert heading == "run optim.lr state step loss (last 10) validation books code speed left last line"
-    assert any("sweep/sets 0.3 interrupted 1/3 4.0000 3.0000 20 tokens/s" in row for row in rows)
+    assert any("sweep/sets 0.3 interrupted 1/3 4.0000 3.0000 20 tokens/s" in line for line in lines)
     main([str(path), "format=json"])
     assert json.loads(capsys.readouterr().out)[0]["validation_sets"] == {"books": 3.0, "code": None}
     for runs in ([path], [path, two_runs / "sweep/lr=0.1"]):
@@ -254,21 +195,19 @@ def test_validation_sets_of_a_run_are_read_listed_and_plotted(two_runs, tmp_path
         assert ("<!-- books -->" in text) == (len(runs) == 1)
 
 
-def test_a_difference_of_runs_names_settings_commit_versions_and_not_equal_ones(two_runs, capsys):
-    main(["diff", str(two_runs / "sweep/lr=0.1"), str(two_runs / "sweep/lr=0.2")])
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()][2:]
-    assert rows == [["optim.lr", "0.1", "0.2"], ["commit", "abc", "def"], ["version", "of", "torch", "2.11", "2.13"]]
-    main(["diff", *[str(two_runs / "sweep/lr=0.1")] * 2])
+def test_a_difference_of_runs_names_settings_commit_versions_and_not_equal_ones(two_runs, capsys, monkeypatch):
+    monkeypatch.chdir(two_runs)  # a long path takes a second line
+    main(["diff", "sweep/lr=0.1", "sweep/lr=0.2"])
+    differences = rows(capsys.readouterr().out)[2:]
+    assert differences == ["optim.lr 0.1 0.2", "commit abc def", "version of torch 2.11 2.13"]
+    main(["diff", *["sweep/lr=0.1"] * 2])
     assert "have equal settings" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("x", ["step", "tokens", "hours"])
-def test_losses_are_plotted_over_steps_tokens_or_hours(two_runs, tmp_path, x):
-    main(["plot", *map(str, (two_runs / "sweep").iterdir()), f"out={tmp_path / 'losses.png'}", f"x={x}"])
-    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_plot_has_a_panel_for_each_axis(two_runs, tmp_path):
+def test_losses_are_plotted_over_steps_tokens_or_hours_with_a_panel_for_each_axis(two_runs, tmp_path):
+    for x in ("step", "tokens", "hours"):
+        main(["plot", *map(str, (two_runs / "sweep").iterdir()), f"out={tmp_path / x}.png", f"x={x}"])
+        assert (tmp_path / f"{x}.png").read_bytes().startswith(b"\x89PNG")
     plot_losses({"a": History(two_runs / "sweep/lr=0.1")}, tmp_path / "a.svg", "tokens", "hours")
     text = (tmp_path / "a.svg").read_text()
     assert [text.count(f"<!-- {label} -->") for label in ("tokens seen", "hours", "loss per token")] == [1, 1, 1]
@@ -276,11 +215,8 @@ def test_a_plot_has_a_panel_for_each_axis(two_runs, tmp_path):
 
 def test_training_losses_are_averaged_over_intervals():
     points = [Point(step, 10 * step, step / 2, float(step)) for step in range(1, 8)]
-    assert [(mean.step, mean.seen, mean.loss) for mean in interval_means(points, 3)] == [
-        (2, 20, 1.5),
-        (4, 40, 3.5),
-        (7, 70, 6),
-    ]
+    means = [(mean.step, mean.seen, mean.loss) for mean in interval_means(points, 3)]
+    assert means == [(2, 20, 1.5), (4, 40, 3.5), (7, 70, 6)]
     assert interval_means(points, 100) == points
     assert interval_means([], 3) == []
 
@@ -292,8 +228,7 @@ def test_the_watched_table_follows_the_files(two_runs, monkeypatch, capsys):
         seen.append(find_runs([path])[0].state)
         if len(seen) == 2:
             raise KeyboardInterrupt
-        with open(path / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(event("start")) + "\n" + json.dumps(event("done", 3)) + "\n")
+        append(path, event("start"), event("done", 3))
 
     monkeypatch.setattr("time.sleep", sleep)
     main(["watch", str(path)])
@@ -301,28 +236,25 @@ def test_the_watched_table_follows_the_files(two_runs, monkeypatch, capsys):
     assert "finished" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["/no/such"], "/no/such: no such directory; pass a run"),
-        (["{empty}"], "{empty}: no run in it or below"),
-        (["{empty}", "format=xml"], "format=xml: use one of table, json"),
-        (["diff", "{empty}"], "diff: 1 run(s); pass two"),
-        (["diff", "{empty}", "{empty}"], "{empty}: not a run"),
-        (["plot", "{empty}"], "out=… is missing"),
-        (["plot", "out=a.png"], "plot: no run"),
-        (["plot", "{empty}", "out=a.jpeg"], "out=a.jpeg: not a format of plots"),
-        (["plot", "{empty}", "out=a.png", "x=days"], "x=days: use one of step, tokens, hours"),
-        (["watch", "{empty}", "every_s=0"], "every_s=0.0: use a value above 0"),
-    ],
-)
-def test_a_mistake_is_one_line(tmp_path, arguments, message):
-    with pytest.raises(ConfigError, match="^" + re.escape(message.format(empty=tmp_path))):
-        main([argument.format(empty=tmp_path) for argument in arguments])
+MISTAKES = [  # arguments and the beginning of the line
+    ("/no/such", "/no/such: no such directory; pass a run"),
+    ("{empty}", "{empty}: no run in it or below"),
+    ("{empty} format=xml", "format=xml: use one of table, json"),
+    ("diff {empty}", "diff: 1 run(s); pass two"),
+    ("diff {empty} {empty}", "{empty}: not a run"),
+    ("plot {empty}", "out=… is missing"),
+    ("plot out=a.png", "plot: no run"),
+    ("plot {empty} out=a.jpeg", "out=a.jpeg: not a format of plots"),
+    ("plot {empty} out=a.png x=days", "x=days: use one of step, tokens, hours"),
+    ("watch {empty} every_s=0", "every_s=0.0: use a value above 0"),
+]
+
+
+def test_a_mistake_is_one_line(tmp_path):
+    cases = [[text.replace("{empty}", str(tmp_path)) for text in case] for case in MISTAKES]
+    assert not wrong_messages([(words.split(), f"^{message}") for words, message in cases], main)
 
 
 def test_the_command_has_a_help_and_does_not_import_torch():
     check = "import sys; from gpt4d.runs import __main__; __main__.main(['--help']); assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "watch [DIR …]" in done.stdout
+    assert "watch [DIR …]" in subprocess.check_output([sys.executable, "-c", check], text=True)

@@ -16,36 +16,18 @@ from gpt4d.config import ConfigError
 from gpt4d.runs import lock
 from gpt4d.runs.summary import Run, State
 from gpt4d.runtime.launch import ArrayTask, Launch
+from tests.support.commands import TRAIN, launcher, overrides
+from tests.support.run_files import event, locked_by_another_process, step, write_run
 from tests.support.settings import configured
-from tests.test_cli import ROOT, overrides, torchrun
-from tests.test_runs import event, locked_by_another_process, step, write_run
 
 
-@pytest.mark.parametrize(
-    ("values", "name"),
-    [
-        ({"optim.lr": "0.001", "train.seed": "0"}, "lr=0.001,seed=0"),
-        ({"optim.name": "a", "data.name": "b", "train.seed": "0"}, "optim.name=a,data.name=b,seed=0"),
-        ({"model": "gpt_tiny"}, "model=gpt_tiny"),
-    ],
-)
-def test_a_job_is_named_by_its_values(values, name):
-    assert sweep.job_name(values) == name
-
-
-def test_names_are_safe_unique_and_short():
-    values = [
-        "books/*.txt",
-        "books/ .txt",
-        "../../etc",
-        "a=b",
-        "a,b",
-        "x" * 300,
-        "x" * 300 + "y",
-        "ü",
-        "",
-        "${oc.env:HOME}",
-    ]
+def test_jobs_are_named_by_their_values_and_the_names_are_safe_unique_and_short():
+    assert sweep.job_name({"optim.lr": "0.001", "train.seed": "0"}) == "lr=0.001,seed=0"
+    ambiguous = {"optim.name": "a", "data.name": "b", "train.seed": "0"}
+    assert sweep.job_name(ambiguous) == "optim.name=a,data.name=b,seed=0"
+    assert sweep.job_name({"model": "gpt_tiny"}) == "model=gpt_tiny"
+    values = ["books/*.txt", "books/ .txt", "../../etc", "a=b", "a,b", "x" * 300, "x" * 300 + "y", "ü", ""]
+    values.append("${oc.env:HOME}")
     names = [sweep.job_name({"data.path": value}) for value in values]
     assert len(set(names)) == len(values)
     assert all(len(name) <= 100 and not set(name) - set("=,-._+") - set(map(chr, range(48, 123))) for name in names)
@@ -62,38 +44,28 @@ def test_combinations_are_hydras_in_its_order_with_a_directory_each():
     assert [job.config for job in jobs] == [configured(job.overrides) for job in jobs]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problems"),
-    [
-        ("optim.lr=1e-3", ["-m: no key has several values; write KEY=VALUE,VALUE or leave out -m"]),
-        (
-            "train.seq_len=999,256 train.seed=0,1",
-            ["train.seq_len=999 train.seed=0 and 1 more: train.seq_len=999: longer"],
-        ),
-        ("train.sed=0,1", ["train.sed: there is no such key; did you mean train.seed?"]),
-        (
-            "optim.lr=1e-3,0.001",
-            ["optim.lr=0.001: the same run as optim.lr=0.001 (runs/llama_tiny-sotu/lr=0.001); leave"],
-        ),
-        (
-            "model=gpt_tiny,llama_tiny",
-            ["run.dir=runs/gpt_tiny-sotu: another combination has runs/llama_tiny-sotu; set"],
-        ),
-        ("optim.lr=interval(0,1)", ["BasicSweeper does not support sweep type"]),
-        (
-            "optim.lr=1e-3,a train.seq_len=999",
-            ["optim.lr=0.001: train.seq_len=999: longer", "optim.lr=a: optim.lr: Value 'a'"],
-        ),
-    ],
-)
-def test_every_problem_of_a_combination_is_one_line_before_the_first_job(arguments, problems):
-    with pytest.raises(ConfigError) as raised:
-        sweep.expand(arguments.split(), 1)
-    lines = str(raised.value).split("\nerror: ")
-    assert len(lines) == len(problems)
-    assert all(line.startswith(problem) and "\n" not in line for line, problem in zip(lines, problems, strict=True)), (
-        lines
-    )
+PROBLEMS = [  # arguments of a sweep, and the beginning of each line
+    ("optim.lr=1e-3", "-m: no key has several values; write KEY=VALUE,VALUE or leave out -m"),
+    ("train.seq_len=999,256 train.seed=0,1", "train.seq_len=999 train.seed=0 and 1 more: train.seq_len=999: longer"),
+    ("train.sed=0,1", "train.sed: there is no such key; did you mean train.seed?"),
+    ("optim.lr=1e-3,0.001", "optim.lr=0.001: the same run as optim.lr=0.001 (runs/llama_tiny-sotu/lr=0.001); leave"),
+    ("model=gpt_tiny,llama_tiny", "run.dir=runs/gpt_tiny-sotu: another combination has runs/llama_tiny-sotu; set"),
+    ("optim.lr=interval(0,1)", "BasicSweeper does not support sweep type"),
+    (
+        "optim.lr=1e-3,a train.seq_len=999",
+        "optim.lr=0.001: train.seq_len=999: longer",
+        "optim.lr=a: optim.lr: Value 'a'",
+    ),
+]
+
+
+def test_every_problem_of_a_combination_is_one_line_before_the_first_job():
+    for arguments, *problems in PROBLEMS:
+        with pytest.raises(ConfigError) as raised:
+            sweep.expand(arguments.split(), 1)
+        lines = str(raised.value).split("\nerror: ")
+        assert len(lines) == len(problems) and not any("\n" in line for line in lines), arguments
+        assert all(map(str.startswith, lines, problems)), lines
 
 
 def test_a_job_of_another_experiment_is_refused_before_the_first_job(tmp_path):
@@ -180,11 +152,7 @@ def test_a_signal_stops_the_job_and_the_sweep_and_the_next_call_resumes(tmp_path
         execute(tmp_path, **{"1": "stop"})
     assert stopped.value.code == 75
     assert "SIGINT: the sweep has stopped; run the same command to resume" in capfd.readouterr().out
-    assert [(state, code) for _, state, code in results(tmp_path)] == [
-        ("finished", 0),
-        ("interrupted", 75),
-        ("new", None),
-    ]
+    assert [row[1:] for row in results(tmp_path)] == [("finished", 0), ("interrupted", 75), ("new", None)]
     assert execute(tmp_path) == [(f"seed={seed}", "finished", 0) for seed in range(3)]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -210,7 +178,7 @@ def test_one_task_at_a_time_reads_the_runs_and_writes_the_results(tmp_path, monk
 
     def write_while_another_process_looks(path, content):
         command = [sys.executable, "-c", check, str(tmp_path)]
-        states.append(subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout)
+        states.append(subprocess.run(command, capture_output=True, text=True).stdout)
 
     monkeypatch.setattr(sweep, "replace_file", write_while_another_process_looks)
     with pytest.raises(ConfigError, match="1 of 1 jobs failed"):
@@ -247,7 +215,7 @@ sweep.execute(jobs, [sys.executable, "-c", job], Launch())
 @pytest.mark.slow
 def test_a_job_ends_when_its_sweep_is_killed(tmp_path):
     command = [sys.executable, "-c", SWEEP, tmp_path]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         while process.stdout.readline() != "job\n":
             assert process.poll() is None
@@ -258,93 +226,48 @@ def test_a_job_ends_when_its_sweep_is_killed(tmp_path):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_more_steps_continue_finished_jobs(tmp_path):
-    jobs = sweep.expand(["train.seed=0,1", "train.steps=2", f"run.dir={tmp_path}"], 1)
-    write_run(jobs[0].directory, event("start"), step(2), event("done", 2))
+@pytest.mark.parametrize(("key", "value", "longer"), [("steps", 2, 3), ("epochs", 0.5, 1.0)])
+def test_a_longer_sweep_continues_finished_jobs_whatever_number_of_steps_they_took(tmp_path, key, value, longer):
+    jobs = sweep.expand(["train.seed=0,1", f"train.{key}={value}", f"run.dir={tmp_path}"], 1)
+    length = "" if key == "steps" else f"train: {{steps: 2, epochs: {value}}}"
+    write_run(jobs[0].directory, event("start"), step(2), event("done", 2), config=length)
     assert jobs[0].is_finished() and not jobs[1].is_finished()
-    jobs[0].config.train.steps = 3
+    setattr(jobs[0].config.train, key, longer)
     assert not jobs[0].is_finished()
-
-
-def test_more_epochs_continue_finished_jobs_whatever_number_of_steps_they_take(tmp_path):
-    (job, *_) = sweep.expand(["train.seed=0,1", "train.epochs=0.5", f"run.dir={tmp_path}"], 1)
-    write_run(job.directory, event("start"), step(2), event("done", 2), config="train: {steps: 2, epochs: 0.5}")
-    assert job.is_finished()
-    job.config.train.epochs = 1.0
-    assert not job.is_finished()
 
 
 @pytest.mark.parametrize("running", [None, ArrayTask(0, 0, 2)], ids=["sweep", "array"])
 @pytest.mark.parametrize("started", [None, ArrayTask(1, 1, 2)], ids=["sweep", "array"])
 def test_tasks_of_an_array_share_a_directory_which_a_sweep_shares_with_nobody(tmp_path, running, started):
-    hold = (
-        "import sys; from gpt4d.runs.lock import *; held = DirectoryLock(Path(sys.argv[1]), SWEEP_LOCK, sys.argv[2:]);"
-        "print('held', flush=True); input()"
-    )
-    command = [sys.executable, "-c", hold, str(tmp_path), *(["shared"] if running else [])]
     jobs = sweep.expand(["train.seed=0,1", f"run.dir={tmp_path}"], 1)
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "held\n"
+    with locked_by_another_process(tmp_path, lock.SWEEP_LOCK, *(["shared"] if running else [])) as process:
         refused = f"another sweep .*, pid {process.pid}, .* is using it"
         with pytest.raises(ConfigError, match="1 of 1 jobs failed" if running and started else refused):
             sweep.execute(jobs, ["false"], Launch(), started)
-        process.kill()
 
 
-def interrupt(command, jobs, number) -> int:
-    """Start a sweep, send it a signal in the second job, and return its exit code."""
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-    log = jobs[1].directory / "metrics.jsonl"
-    try:
-        while process.poll() is None and not (log.exists() and '"loss"' in log.read_text()):
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "rates"), [(1, "4e-3"), (1, "1e-3,4e-3"), (2, "4e-3")])
+def test_a_sweep_is_interrupted_and_resumed_with_and_without_torchrun(tiny, tmp_path, world_size, rates):
+    changed = ["train.steps=30", f"optim.lr={rates}", "train.seed=0,1", f"run.dir={tmp_path / 'sweep'}"]
+    arguments = ["-m", *overrides(tiny()), *changed, f"parallel.gx={world_size}"]
+    jobs = sweep.expand(arguments[1:], world_size)
+    command = [sys.executable, *(launcher(2) if world_size == 2 else [TRAIN]), *arguments]
+    logs = [job.directory / "metrics.jsonl" for job in jobs]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None and not (logs[1].exists() and '"loss"' in logs[1].read_text()):
             time.sleep(0.01)
-        os.kill(process.pid, number)
-        return process.wait(timeout=120)
-    finally:
-        process.kill()
-
-
-def check_resumed(jobs, first_log, steps):
-    assert (jobs[0].directory / "metrics.jsonl").read_bytes() == first_log, "a finished job was started again"
+        process.terminate()
+    assert process.returncode == 75 if world_size == 1 else process.returncode != 0
+    assert [Run(job.directory).state for job in jobs[:2]] == [State.FINISHED, State.INTERRUPTED]
+    first = logs[0].read_bytes()
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert logs[0].read_bytes() == first, "a finished job was started again"
     for job in jobs:
         run = Run(job.directory)
-        assert (run.state, list(run.history.training)) == (State.FINISHED, list(range(1, steps + 1)))
+        assert (run.state, list(run.history.training)) == (State.FINISHED, list(range(1, 31)))
     assert len((jobs[1].directory / "starts.jsonl").read_text().splitlines()) == 2
-    assert (jobs[0].directory.parent / "sweep.png").stat().st_size > 0
-
-
-@pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.parametrize("rates", ["4e-3", "1e-3,4e-3"])
-def test_a_sweep_is_interrupted_and_resumed(tiny, tmp_path, rates):
-    changed = ["train.steps=30", f"optim.lr={rates}", "train.seed=0,1", f"run.dir={tmp_path / 'sweep'}"]
-    arguments = ["train.py", "-m", *overrides(tiny()), *changed]
-    jobs = sweep.expand(arguments[2:], 1)
-    assert interrupt([sys.executable, *arguments], jobs, signal.SIGTERM) == 75
-    assert [Run(job.directory).state for job in jobs[:2]] == [State.FINISHED, State.INTERRUPTED]
-    first_log = (jobs[0].directory / "metrics.jsonl").read_bytes()
-    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    check_resumed(jobs, first_log, 30)
-    assert not (ROOT / "multirun").exists() and not list(tmp_path.rglob(".hydra"))
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_a_sweep_with_torchrun_is_interrupted_and_resumed(tiny, tmp_path):
-    changed = ["parallel.gx=2", "train.steps=30", "train.seed=0,1", f"run.dir={tmp_path / 'sweep'}"]
-    arguments = ["-m", *overrides(tiny()), *changed]
-    jobs = sweep.expand(arguments[1:], 2)
-    launcher = [
-        "-m",
-        "torch.distributed.run",
-        "--rdzv-backend=c10d",
-        "--rdzv-endpoint=localhost:0",
-        "--nproc-per-node=2",
-    ]
-    assert interrupt([sys.executable, *launcher, "train.py", *arguments], jobs, signal.SIGTERM) != 0
-    assert [Run(job.directory).state for job in jobs] == [State.FINISHED, State.INTERRUPTED]
-    first_log = (jobs[0].directory / "metrics.jsonl").read_bytes()
-    done = torchrun(2, *arguments)
-    assert done.returncode == 0, done.stderr
-    check_resumed(jobs, first_log, 30)
+    assert (tmp_path / "sweep/sweep.png").stat().st_size > 0
+    assert not Path("multirun").exists() and not list(tmp_path.rglob(".hydra"))

@@ -1,21 +1,22 @@
 """Invariants 1 and 2 over complete runs: against plain torch, on several grids, uninterrupted and resumed."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from gpt4d.config import GridSizes
-from gpt4d.data import sampler
 from gpt4d.data.prepare import corpus as prepared
-from gpt4d.optim.schedule import learning_rate
 from gpt4d.parallel.context import Context
-from tests.data import batch
+from gpt4d.parallel.engine.interleave import run_alone
+from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layers.linear import LinearSpec
+from gpt4d.parallel.layers.module import Layer
+from gpt4d.parallel.sharded_weights import ShardedWeights
+from gpt4d.trainer import Trainer
+from gpt4d.validation import validate
 from tests.support.grids import (
     BINARY_GRIDS,
-    PAIRWISE_GRIDS,
     build_model,
     bytes_planned,
     bytes_sent,
@@ -23,84 +24,44 @@ from tests.support.grids import (
     hf_model,
     metric_lines,
     on_grid,
-    sampled,
     train_in_rank,
 )
 from tests.support.rank_pool import RankFailure
+from tests.support.run_files import events
+from tests.support.training import losses_and_norms, mean_loss, plain_torch_run
 
 OF_THE_MACHINE = "slow", "straggler"  # events that depend on what else it does
 
 
-def losses_and_norms(lines):
-    return [line["loss"] for line in lines], [line["grad_norm"] for line in lines]
-
-
 @pytest.fixture(scope="module")
 def serial_run(ranks, corpus, tmp_path_factory):
-    """Return a function from ``tiny`` with overrides to the logged steps of a run on one device, which trains once."""
+    """Return a function from ``tiny`` with overrides to the losses and norms on one device, which trains once."""
     made = {}
 
-    def lines(tiny, *overrides):
+    def trained(tiny, *overrides):
         if overrides not in made:
             config = tiny(*overrides, f"run.dir={tmp_path_factory.mktemp('serial')}")
             ranks.run(1, train_in_rank, config)
-            made[overrides] = metric_lines(config.run.dir)
+            made[overrides] = losses_and_norms(config)
         return made[overrides]
 
-    return lines
+    return trained
 
 
-def mean_loss(config):
-    tokens = prepared(config.data).first.tokens("train")
-    data = sampler.Sequences(tokens, config.train.seq_len, config.train.seed, shuffle=True)
-
-    def loss_of(model, step):
-        ids, targets = batch(data, step * config.train.batch_size, config.train.batch_size)
-        return F.cross_entropy(model(ids).logits.flatten(0, 1), targets.flatten())
-
-    return loss_of
+def assert_equal_steps(found, expected, rel=1e-5):
+    """Compare losses, to 1e-5, and gradient norms, to ``rel``."""
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    assert found[1] == pytest.approx(expected[1], rel=rel)
 
 
-def plain_torch_run(config, model, loss_of=None, rate_factor=lambda name: 1.0):
-    """Train a model of transformers with torch's optimizer, our schedule and clipping. Return the losses and norms.
-
-    ``loss_of`` returns the loss of the model in a step, by default the mean over the tokens of the configured data.
-    ``rate_factor`` returns the factor of the learning rate of a parameter, which divides its weight decay.
-    """
-    groups = [
-        {
-            "params": [p],
-            "weight_decay": config.optim.weight_decay / rate_factor(name) if p.dim() > 1 else 0.0,
-            "factor": rate_factor(name),
-        }
-        for name, p in model.named_parameters()
-    ]
-    betas = (config.optim.beta1, config.optim.beta2)
-    optimizer = torch.optim.AdamW(groups, lr=config.optim.lr, betas=betas, eps=config.optim.epsilon)
-    loss_of = loss_of or mean_loss(config)
-    losses, norms = [], []
-    for step in range(config.train.steps):
-        loss = loss_of(model, step)
-        loss.backward()
-        # In float64, because clip_grad_norm_ sums the squares of a large float32 tensor with an error of 2e-4.
-        norm = torch.stack([p.grad.norm(dtype=torch.float64) for p in model.parameters()]).norm()
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), config.optim.clip_norm, norm.float())
-        norms.append(norm.item())
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, config.optim, config.train.steps) * group["factor"]
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, norms
+def reference(config, loss_of=None):
+    start = build_model(config.model, GridSizes(), torch.float32, seed=config.train.seed)
+    return plain_torch_run(config, hf_model(start), loss_of)
 
 
 def test_a_run_equals_plain_torch_with_transformers_model(serial_run, tiny):
-    config = tiny()
-    start = build_model(config.model, GridSizes(), torch.float32, seed=config.train.seed)
-    losses, norms = losses_and_norms(serial_run(tiny))
-    expected_losses, expected_norms = plain_torch_run(config, hf_model(start))
-    assert losses == pytest.approx(expected_losses, rel=1e-5)
-    assert norms == pytest.approx(expected_norms, rel=1e-4)
+    losses, norms = serial_run(tiny)
+    assert_equal_steps((losses, norms), reference(tiny()), rel=1e-4)
     assert losses[-1] < 0.6 * losses[0], "nothing was learnt"
 
 
@@ -121,128 +82,57 @@ def loss_with_z_loss(config):
     return loss_of
 
 
-def test_a_run_with_z_loss_equals_plain_torch_and_its_loss_on_a_grid(ranks, tiny, tmp_path):
-    z_loss, grid = ("train.z_loss=0.02", "train.loss_chunks=2"), on_grid(GridSizes(2, 1, 2))
-    config, on_four = tiny(*z_loss, f"run.dir={tmp_path / 'one'}"), tiny(*z_loss, *grid)
-    ranks.run(1, train_in_rank, config)
-    ranks.run(4, train_in_rank, on_four)
-    start = build_model(config.model, GridSizes(), torch.float32, seed=config.train.seed)
-    expected_losses, expected_norms = plain_torch_run(config, hf_model(start), loss_with_z_loss(config))
-    without, _ = plain_torch_run(config, hf_model(start))
-    for run in (config, on_four):
-        losses, norms = losses_and_norms(metric_lines(run.run.dir))
-        assert losses == pytest.approx(expected_losses, rel=1e-5) and norms == pytest.approx(expected_norms, rel=1e-4)
-    assert max(abs(a - b) for a, b in zip(expected_losses, without, strict=True)) > 1e-3
+def test_a_run_with_z_loss_equals_plain_torch(serial_run, tiny):
+    config = tiny("train.z_loss=0.02", "train.loss_chunks=2")
+    expected, without = reference(config, loss_with_z_loss(config)), reference(config)
+    assert_equal_steps(serial_run(tiny, "train.z_loss=0.02", "train.loss_chunks=2"), expected, rel=1e-4)
+    assert max(abs(a - b) for a, b in zip(expected[0], without[0], strict=True)) > 1e-3
 
 
-@pytest.mark.parametrize("sizes", sampled(BINARY_GRIDS[1:], PAIRWISE_GRIDS[2:4]))
-def test_20_steps_equal_the_serial_run_and_send_the_planned_bytes(ranks, serial_run, tiny, sizes):
-    losses, norms = losses_and_norms(serial_run(tiny))
-    config = tiny(*on_grid(sizes))
+ATP = "parallel.mode=atp", "parallel.chunks=2", "parallel.sequence_parallel=true", "parallel.d1=2", "parallel.d2=4"
+QWEN3 = "model=llama_tiny", "model.key_value_heads=2", "model.head_size=16", "model.inner=40", "model.qk_norm=true"
+STEP_CACHE = "parallel.cache_layers=all", "parallel.cache_scope=step"
+NO_OVERLAP, ONE_SAMPLE = "parallel.overlap.data=false", "train.micro_batch_size=1"
+RECOMPUTED, SHARDED = "train.activation_checkpointing=full", "optim.shard_states=true"
+RUNS = [  # grid, settings of both runs, and settings that change no loss
+    ((2, 1, 2, 2), (), (RECOMPUTED, "train.micro_batch_size=2", "data.workers=0")),
+    ((2, 2, 1, 2), (), ("parallel.chunks=2", "parallel.sequence_parallel=true", SHARDED)),
+    ((2, 4), (), (*ATP, "parallel.rank_order=yx")),
+    full((2, 4), (), (*ATP, "parallel.rank_order=xy")),
+    full(
+        (2, 1, 2, 2),
+        (),
+        (ONE_SAMPLE, "data.workers=3", "train.deterministic=true", SHARDED, NO_OVERLAP),
+    ),
+    full((2, 1, 2, 2), (), ("parallel.replicated_layers=1", *STEP_CACHE, ONE_SAMPLE)),
+    full((4, 1, 2), QWEN3, ()),  # more ranks of x than heads of keys and values
+    *(full(tuple(grid), (), ()) for grid in BINARY_GRIDS[1:]),
+]
+
+
+@pytest.mark.parametrize(("sizes", "shared", "own"), RUNS, ids=lambda value: "+".join(map(str, value)) or "default")
+def test_20_steps_equal_the_serial_run_and_send_the_planned_bytes(ranks, serial_run, tiny, sizes, shared, own):
+    sizes = GridSizes(*sizes)
+    config = tiny(*shared, *own, *(() if "parallel.mode=atp" in own else on_grid(sizes)))
     ranks.run(sizes.devices, train_in_rank, config)
-    on_this_grid = losses_and_norms(metric_lines(config.run.dir))
-    assert on_this_grid[0] == pytest.approx(losses, rel=1e-5)
-    assert on_this_grid[1] == pytest.approx(norms, rel=1e-5)
-    assert bytes_sent(config.run.dir) == bytes_planned(config, sizes)
-
-
-@pytest.mark.full
-def test_20_steps_of_a_qwen3_equal_its_serial_run_and_send_the_planned_bytes(ranks, tiny, tmp_path):
-    model = "model=llama_tiny", "model.key_value_heads=2", "model.head_size=16", "model.inner=40", "model.qk_norm=true"
-    sizes = GridSizes(4, 1, 2, 1)  # more ranks of x than heads of keys and values
-    serial, config = tiny(*model, f"run.dir={tmp_path / 'serial'}"), tiny(*model, *on_grid(sizes))
-    ranks.run(1, train_in_rank, serial)
-    ranks.run(sizes.devices, train_in_rank, config)
-    expected, actual = (losses_and_norms(metric_lines(run.run.dir)) for run in (serial, config))
-    assert actual[0] == pytest.approx(expected[0], rel=1e-5)
-    assert actual[1] == pytest.approx(expected[1], rel=1e-5)
+    assert_equal_steps(losses_and_norms(config), serial_run(tiny, *shared))
     assert bytes_sent(config.run.dir) == bytes_planned(config, sizes)
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
-        full(("train.micro_batch_size=1", "data.workers=3")),
-        ("train.activation_checkpointing=full", "train.micro_batch_size=2", "data.workers=0"),
-        full(("train.deterministic=true",)),
-        full(("optim.shard_states=true",)),
-        full(("optim.shard_states=true", "parallel.overlap.data=false", "train.micro_batch_size=1")),
-        full(
-            (
-                "parallel.replicated_layers=1",
-                "parallel.cache_layers=all",
-                "parallel.cache_scope=step",
-                "train.micro_batch_size=1",
-            )
-        ),
-        ("parallel.chunks=2", "parallel.sequence_parallel=true", "optim.shard_states=true"),
-    ],
-    ids="+".join,
-)
-def test_settings_of_the_step_change_no_loss_and_no_planned_byte(ranks, serial_run, tiny, overrides):
-    losses, norms = losses_and_norms(serial_run(tiny))
-    config = tiny("parallel.gx=2", "parallel.gz=2", *overrides)
-    ranks.run(8, train_in_rank, config)
-    on_this_grid = losses_and_norms(metric_lines(config.run.dir))
-    assert on_this_grid[0] == pytest.approx(losses, rel=1e-5)
-    assert on_this_grid[1] == pytest.approx(norms, rel=1e-5)
-    assert bytes_sent(config.run.dir) == bytes_planned(config, GridSizes(2, 1, 2, 2))
-
-
-@pytest.mark.parametrize("order", [full("xy"), "yx"])
-def test_a_run_in_mode_atp_equals_the_serial_run(ranks, serial_run, tiny, order):
-    losses, norms = losses_and_norms(serial_run(tiny))
-    words = ("parallel.d1=2", "parallel.d2=4", f"parallel.rank_order={order}", "model.vocab_multiple=16")
-    config = tiny("parallel.mode=atp", "parallel.chunks=2", "parallel.sequence_parallel=true", *words)
-    ranks.run(8, train_in_rank, config)
-    on_the_mesh = losses_and_norms(metric_lines(config.run.dir))
-    assert on_the_mesh[0] == pytest.approx(losses, rel=1e-5)
-    assert on_the_mesh[1] == pytest.approx(norms, rel=1e-5)
-    assert bytes_sent(config.run.dir) == bytes_planned(config, GridSizes(2, 4))
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        full(("train.activation_checkpointing=full", "parallel.cache_layers=1", "train.micro_batch_size=1")),
-        full(
-            (
-                "parallel.cache_layers=all",
-                "optim.shard_states=true",
-                "train.precision=bf16",
-                "train.micro_batch_size=2",
-            )
-        ),
+        full((RECOMPUTED, "parallel.cache_layers=1", ONE_SAMPLE)),
+        full(("parallel.cache_layers=all", "parallel.replicated_layers=1", SHARDED, "train.precision=bf16")),
         full(("model.hidden=36", "model.heads=6", "model.dropout=0.1", "parallel.overlap.all_gather=false")),
-        (
-            "parallel.cache_layers=all",
-            "parallel.cache_scope=step",
-            "parallel.replicated_layers=1",
-            "train.micro_batch_size=1",
-            "train.activation_checkpointing=full",
-            "model.dropout=0.1",
-        ),
-        full(("parallel.replicated_layers=1", "optim.shard_states=true", "train.activation_checkpointing=full")),
-        (
-            "parallel.chunks=2",
-            "train.activation_checkpointing=full",
-            "train.precision=bf16",
-            "model.dropout=0.1",
-            "optim.shard_states=true",
-        ),
-        full(
-            (
-                "parallel.chunks=2",
-                "parallel.scatter_heads=false",
-                "parallel.cache_layers=all",
-                "parallel.cache_scope=step",
-            )
-        ),
+        (*STEP_CACHE, "parallel.replicated_layers=1", ONE_SAMPLE, RECOMPUTED, "model.dropout=0.1"),
+        ("parallel.chunks=2", RECOMPUTED, "train.precision=bf16", "model.dropout=0.1", SHARDED),
+        full(("parallel.chunks=2", "parallel.scatter_heads=false", *STEP_CACHE)),
     ],
     ids="+".join,
 )
 def test_bytes_are_as_planned_with_caches_recomputation_and_bf16(ranks, tiny, overrides):
-    config = tiny("parallel.gy=2", "parallel.gz=2", "train.steps=3", *overrides)
+    config = tiny("parallel.gy=2", "parallel.gz=2", "train.steps=2", *overrides)
     ranks.run(8, train_in_rank, config)
     assert bytes_sent(config.run.dir) == bytes_planned(config, GridSizes(1, 2, 2, 2))
 
@@ -250,49 +140,45 @@ def test_bytes_are_as_planned_with_caches_recomputation_and_bf16(ranks, tiny, ov
 DROPOUT = ("model.dropout=0.1", "model.attention_dropout=0.1", "train.deterministic=true", "optim.schedule_steps=20")
 
 
-@pytest.mark.parametrize("overrides", [(), full(("optim.shard_states=true", "train.precision=bf16"))], ids="+".join)
+@pytest.mark.parametrize("overrides", [(), full((SHARDED, "train.precision=bf16"))], ids="+".join)
 def test_a_run_resumed_on_its_grid_gives_the_same_bits(ranks, tiny, overrides):
-    uninterrupted = tiny(*DROPOUT, *overrides, "parallel.gy=2", "run.dir=" + tiny().run.dir + "-uninterrupted")
-    ranks.run(4, train_in_rank, uninterrupted)
-    halves = [tiny(*DROPOUT, *overrides, "parallel.gy=2", f"train.steps={steps}") for steps in (10, 20)]
-    for half in halves:
-        ranks.run(4, train_in_rank, half)
-    assert losses_and_norms(metric_lines(halves[1].run.dir)) == losses_and_norms(metric_lines(uninterrupted.run.dir))
+    words = (*DROPOUT, *overrides, "parallel.gy=2")
+    uninterrupted = tiny(*words, "run.dir=" + tiny().run.dir + "-uninterrupted")
+    halves = [tiny(*words, f"train.steps={steps}") for steps in (10, 20)]
+    for config in (uninterrupted, *halves):
+        ranks.run(4, train_in_rank, config)
+    assert losses_and_norms(halves[1]) == losses_and_norms(uninterrupted)
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (GridSizes(2, 2, 1, 1), GridSizes(1, 1, 2, 2)),
-        (GridSizes(1, 3, 1, 2), GridSizes(2, 1, 1, 1)),
-        full(GridSizes(1, 1, 4, 2), GridSizes(4, 1, 1, 1)),
-    ],
-    ids=str,
-)
+GRIDS = [(GridSizes(1, 3, 1, 2), GridSizes(2, 1, 1, 1)), full(GridSizes(2, 2, 1, 1), GridSizes(1, 1, 2, 2))]
+GRIDS.append(full(GridSizes(1, 1, 4, 2), GridSizes(4, 1, 1, 1)))
+
+
+@pytest.mark.parametrize(("first", "second"), GRIDS, ids=str)
 def test_a_run_resumed_on_another_grid_has_the_uninterrupted_losses(ranks, serial_run, tiny, first, second):
-    before = tiny(*DROPOUT, *on_grid(first), "train.steps=10")
     after = tiny(*DROPOUT, *on_grid(second))
-    ranks.run(first.devices, train_in_rank, before)
+    ranks.run(first.devices, train_in_rank, tiny(*DROPOUT, *on_grid(first), "train.steps=10"))
     ranks.run(second.devices, train_in_rank, after)
-    losses, norms = losses_and_norms(serial_run(tiny, *DROPOUT))
-    resumed = losses_and_norms(metric_lines(after.run.dir))
-    assert resumed[0] == pytest.approx(losses, rel=1e-5)
-    assert resumed[1] == pytest.approx(norms, rel=1e-5)
+    assert_equal_steps(losses_and_norms(after), serial_run(tiny, *DROPOUT))
 
 
 def test_a_run_resumes_with_other_states_sharded_and_other_weights_whole(ranks, serial_run, tiny):
     for steps, world, overrides in (
-        (7, 4, ["parallel.gy=2", "optim.shard_states=true"]),
+        (7, 4, ["parallel.gy=2", SHARDED]),
         (14, 2, ["parallel.gx=2"]),
-        (20, 4, ["parallel.gz=2", "parallel.replicated_layers=1", "optim.shard_states=true"]),
+        (20, 4, ["parallel.gz=2", "parallel.replicated_layers=1", SHARDED]),
     ):
         # Without a validation, nothing comes between the last update and the checkpoint.
         run = tiny(*overrides, f"train.steps={steps}", "optim.schedule_steps=20", "train.validation_batches=0")
         ranks.run(world, train_in_rank, run)
-    losses, norms = losses_and_norms(serial_run(tiny))
-    resumed = losses_and_norms(metric_lines(run.run.dir))
-    assert resumed[0] == pytest.approx(losses, rel=1e-5)
-    assert resumed[1] == pytest.approx(norms, rel=1e-5)
+    assert_equal_steps(losses_and_norms(run), serial_run(tiny))
+
+
+FILES = "config.yaml configs starts.jsonl metrics.jsonl checkpoints loss.png lock verified.json"
+KEYS_OF_A_STEP = (
+    "step loss grad_norm lr skipped tokens epoch step_time_s busy_s data_wait_s tokens_per_s tflops_per_device mfu "
+    "memory_gib memory comm time elapsed_s"
+)
 
 
 def test_the_run_directory_records_steps_and_events(ranks, tiny):
@@ -302,36 +188,21 @@ def test_the_run_directory_records_steps_and_events(ranks, tiny):
     )  # fmt: skip
     ranks.run(4, train_in_rank, config)
     run_dir = Path(config.run.dir)
-    files = {
-        "config.yaml",
-        "configs",
-        "starts.jsonl",
-        "metrics.jsonl",
-        "checkpoints",
-        "loss.png",
-        "lock",
-        "verified.json",
-    }
-    assert {p.name for p in run_dir.iterdir()} == files
+    assert {p.name for p in run_dir.iterdir()} == {*FILES.split()}
     assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["step_00000004"]
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "event" not in line]
+    steps = metric_lines(run_dir)
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
-    assert set(steps[-1]) == {
-        "step", "loss", "grad_norm", "lr", "skipped", "tokens", "epoch", "step_time_s", "busy_s", "data_wait_s",
-            "tokens_per_s",         "tflops_per_device", "mfu",
-        "memory_gib", "memory", "comm", "time", "elapsed_s",
-    }  # fmt: skip
+    assert set(steps[-1]) == {*KEYS_OF_A_STEP.split()}
     assert steps[-1]["tokens"] == 4 * 16 * 16
     trained_on = len(prepared(config.data).first.tokens("train"))
     assert steps[-1]["epoch"] == 4 * 16 / ((trained_on - 1) // 16)
     assert set(steps[-1]["comm"]) == {"x", "y", "world"}
     assert set(steps[-1]["memory"]) == {"after_step", "weights", "gradients", "optimizer"}
-    events = [(line["event"], line["step"]) for line in lines if line.get("event") not in (None, *OF_THE_MACHINE)]
+    found = [(line["event"], line["step"]) for line in events(run_dir) if line["event"] not in OF_THE_MACHINE]
     # A save is reported when it has ended, which may be after the next validation.
-    assert events[0] == ("start", 0)
-    assert sorted(events[1:-2]) == [("checkpoint", 2), ("checkpoint", 4), ("validation", 2), ("validation", 4)]
-    assert events[-2:] == [("sample", 4), ("done", 4)]
+    assert found[0] == ("start", 0)
+    assert sorted(found[1:-2]) == [("checkpoint", 2), ("checkpoint", 4), ("validation", 2), ("validation", 4)]
+    assert found[-2:] == [("sample", 4), ("done", 4)]
 
 
 def linear_bytes(m, k, n, sizes, itemsize=4):
@@ -345,12 +216,6 @@ def linear_bytes(m, k, n, sizes, itemsize=4):
 
 
 def multiply_once(sizes, m, k, n):
-    from gpt4d.parallel.engine.interleave import run_alone
-    from gpt4d.parallel.grid import Grid
-    from gpt4d.parallel.layers.linear import LinearSpec
-    from gpt4d.parallel.layers.module import Layer
-    from gpt4d.parallel.sharded_weights import ShardedWeights
-
     weights = ShardedWeights(Context(Grid(sizes), torch.float32))
     layer = Layer(LinearSpec(k, n), weights)
     torch.nn.init.zeros_(layer.weight)
@@ -376,18 +241,7 @@ def test_a_checkpoint_of_another_tokenizer_is_rejected(ranks, tiny, tmp_path):
         ranks.run(2, train_in_rank, tiny("train.steps=2", other, "data.validation_fraction=0"))
 
 
-def test_non_finite_losses_end_the_run_and_reach_no_checkpoint(ranks, tiny):
-    config = tiny("optim.lr=1e6", "checkpoint.every=1", "optim.warmup_steps=0")
-    with pytest.raises(RankFailure, match="Non-finite steps are not checkpointed"):
-        ranks.run(2, train_in_rank, config)
-    names = [path.name for path in (Path(config.run.dir) / "checkpoints").iterdir()]
-    assert names in ([], ["step_00000001"])
-
-
 def deterministic_settings(config) -> tuple[bool, bool]:
-    from gpt4d.trainer import Trainer
-    from gpt4d.validation import validate
-
     Trainer(validate(config, 1), torch.device("cpu"))
     return torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
 

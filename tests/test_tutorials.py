@@ -12,11 +12,14 @@ from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import Whitespace
 
-from tests.checkpoint.test_exporter_llama import MODEL, save
+from tests.support.checkpoint_sources import MODEL, save
+from tests.support.environment import REPOSITORY
+from tests.support.grids import metric_lines
 from tests.support.jobs import run_command
-from tests.test_cli import ROOT
+from tests.support.pages import commands_of, modules_of, overridden
 
-PAGES = {path.stem: path for path in sorted((ROOT / "docs/tutorials").glob("*.md"))}
+TUTORIALS = {path.stem: path for path in sorted((REPOSITORY / "docs/tutorials").glob("*.md"))}
+PAGES = TUTORIALS | {"long_context": REPOSITORY / "docs/guides/long_context.md"}
 _NODE_GPUS = 4  # of Perlmutter, and of the options of generic.sh on the page
 
 # Overrides that make the training of a page small. They replace overrides of the page with the same key.
@@ -24,49 +27,31 @@ _TEXT = [
     "model.layers=1", "model.hidden=16", "model.heads=2", "model.vocab_size=300", "model.max_positions=32",
     "model.vocab_multiple=4", "train.batch_size=8", "train.seq_len=16", "logging.sample_tokens=4",
 ]  # fmt: skip
-_IMAGES = ["model.image_size=8", "model.channels=8", "model.groups=4", "model.head_size=4", "model.attention_at=[4]",
-           "model.multipliers=[1,2]", "model.blocks_per_level=1", "train.batch_size=8", "logging.sample_images=2",
-           "logging.sample_steps=2"]  # fmt: skip
+_IMAGES = [
+    "model.image_size=8", "model.channels=8", "model.groups=4", "model.head_size=4", "model.attention_at=[4]",
+    "model.multipliers=[1,2]", "model.blocks_per_level=1", "train.batch_size=8", "logging.sample_images=2",
+    "logging.sample_steps=2",
+]  # fmt: skip
+_DOCS = ["data=text", "data.path=docs/**/*.md"]
 SMALLER = {
     "own_text": _TEXT,
     "pretrained_model": ["train.batch_size=8", "train.seq_len=16"],
-    "slurm_job": [*_TEXT, "data=text", "data.path=docs/**/*.md"],
-    "which_grid": [*_TEXT, "data=text", "data.path=docs/**/*.md"],
-    "model_family": [
-        "model.vocab_size=300", "train.batch_size=8", "train.seq_len=16", "data=text", "data.path=docs/**/*.md",
-    ],
+    "slurm_job": [*_TEXT, *_DOCS],
+    "which_grid": [*_TEXT, *_DOCS],
+    "model_family": ["model.vocab_size=300", "train.batch_size=8", "train.seq_len=16", *_DOCS],
     "images": _IMAGES,
+    "long_context": ["data.processes=1"],
 }  # fmt: skip
 _SEARCH = ["model=gpt_125m", "parallel.pipeline.stages=1"]  # a search of the planner takes a second with them
 _ALWAYS = ["train.validation_batches=1", "optim.warmup_steps=0", "cluster=local"]
-
-
-def commands_of(page: Path) -> list[str]:
-    """Return the commands in the page's code blocks, in order and in one line each, without comments."""
-    blocks = page.read_text(encoding="utf-8").split("```")[1::2]
-    commands = "".join(block.removeprefix("\n") for block in blocks if block.startswith("\n"))
-    lines = commands.replace("\\\n", " ").splitlines()
-    return [" ".join(line.partition("  #")[0].split()) for line in lines]
-
-
-def modules_of(page: Path) -> dict[str, str]:
-    """Return the Python files that a page shows, by name."""
-    text = page.read_text(encoding="utf-8")
-    return dict(re.findall(r"\(`(\w+\.py)`\):\n\n```python\n(.*?)```", text, re.DOTALL))
-
-
-def overridden(words: list[str], overrides: list[str]) -> list[str]:
-    """Return a command whose overrides are replaced by ``overrides`` of the same key, and extended by the rest."""
-    keys = {override.partition("=")[0] for override in overrides}
-    return [word for word in words if word.partition("=")[0] not in keys] + overrides
 
 
 @pytest.fixture
 def directory(tmp_path) -> Path:
     """Return a clone in miniature: links to the programs, a page as text, photos, and a model under its hub name."""
     for name in ("train.py", "scripts"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    text = (ROOT / "docs/guides/data.md").read_text(encoding="utf-8")
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    text = (REPOSITORY / "docs/guides/data.md").read_text(encoding="utf-8")
     for number, paragraphs in enumerate(text.split("\n## ")):
         path = tmp_path / f"docs/guides/{number}.md"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +66,7 @@ def directory(tmp_path) -> Path:
     tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
     tokenizer.pre_tokenizer = Whitespace()  # otherwise, a document is one token
     tokenizer.save(str(source / "tokenizer.json"))
-    for name, code in modules_of(ROOT / "docs/guides/extending.md").items():
+    for name, code in modules_of(REPOSITORY / "docs/guides/extending.md").items():
         (tmp_path / name).write_text(code)
     return tmp_path
 
@@ -96,8 +81,7 @@ class Tutorial:
             (directory / file).write_text(code)
 
     def run(self, command: str) -> None:
-        words = shlex.split(command)
-        ranks = 1
+        words, ranks = shlex.split(command), 1
         if words[0] == ".":
             return  # the tests' environment is active
         if words[0] == "sbatch":
@@ -115,10 +99,7 @@ class Tutorial:
         self.printed.append(done.stdout)
 
     def _smaller(self, words: list[str]) -> list[str]:
-        """Return a training command of a few steps on a small model.
-
-        ``…`` stands for settings that an import has printed.
-        """
+        """Return a training of a few steps on a small model. ``…`` stands for settings that an import has printed."""
         if "…" in words:
             index = words.index("…")
             printed = next(line for line in "".join(self.printed).splitlines() if "python train.py" in line)
@@ -136,69 +117,48 @@ class Tutorial:
         return ["python", "train.py", *words[script + 1 :], "cluster=perlmutter", size, "--dry-run"]
 
 
-def check_which_grid(tutorial: Tutorial) -> None:
-    """Check that the planner's command names a grid, and that the run is on the planner's choice."""
-    assert "python train.py" in tutorial.printed[0] or "sbatch" in tutorial.printed[0]
-    assert "parallel.mode=auto on" in tutorial.printed[-1]
+def check(name: str, directory: Path, printed: list[str]) -> None:
+    """Check the files that the commands of a page have written, and the texts that they have printed."""
 
+    def starts(run):
+        return [json.loads(line) for line in (directory / "runs" / run / "starts.jsonl").read_text().splitlines()]
 
-def check_own_text(tutorial: Tutorial) -> None:
-    """Check that the dry run starts nothing, the second training continues the first, and the export is a model."""
-    assert "nothing was started" in tutorial.printed[0]
-    starts = (tutorial.directory / "runs/own-text/starts.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in starts] == [0, 4]
-    assert (tutorial.directory / "exported/config.json").exists()
-
-
-def check_pretrained_model(tutorial: Tutorial) -> None:
-    """Check that the training began with the weights of the import."""
-    (start,) = (tutorial.directory / "runs/smollm2-own/starts.jsonl").read_text().splitlines()
-    assert json.loads(start)["init"].startswith("runs/smollm2/")
-
-
-def check_slurm_job(tutorial: Tutorial) -> None:
-    """Check that the second grid resumes the first, and both batch scripts train on 8 GPUs."""
-    starts = (tutorial.directory / "runs/first/starts.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in starts] == [0, 2]
-    assert sum("on 8 device(s) of" in text for text in tutorial.printed) == 3
-
-
-def check_model_family(tutorial: Tutorial) -> None:
-    """Check that the losses on two processes are the losses on one."""
-    found = []
-    for name in ("mixer-on-1", "mixer-on-2"):
-        lines = map(json.loads, (tutorial.directory / f"runs/{name}/metrics.jsonl").read_text().splitlines())
-        found.append([line["loss"] for line in lines if "event" not in line])
-    assert found[0] and found[1] == pytest.approx(found[0], rel=1e-5)
-
-
-def check_images(tutorial: Tutorial) -> None:
-    """Check that the images that the commands name are written."""
-    for name in ("earth.png", "photos.png", "runs/earth/samples.png"):
-        assert Image.open(tutorial.directory / name).size[0] > 0
-
-
-CHECKS = {
-    "own_text": check_own_text,
-    "pretrained_model": check_pretrained_model,
-    "slurm_job": check_slurm_job,
-    "which_grid": check_which_grid,
-    "model_family": check_model_family,
-    "images": check_images,
-}
+    if name == "which_grid":  # the planner's command names a grid, and the run is on the planner's choice
+        assert "python train.py" in printed[0] or "sbatch" in printed[0]
+        assert "parallel.mode=auto on" in printed[-1]
+    elif name == "own_text":  # the second training continues the first, and the export is a model
+        assert "nothing was started" in printed[0]
+        assert [start["step"] for start in starts("own-text")] == [0, 4]
+        assert (directory / "exported/config.json").exists()
+    elif name == "pretrained_model":  # the training began with the weights of the import
+        (start,) = starts("smollm2-own")
+        assert start["init"].startswith("runs/smollm2/")
+    elif name == "slurm_job":  # the second grid resumes the first, and both batch scripts train on 8 GPUs
+        assert [start["step"] for start in starts("first")] == [0, 2]
+        assert sum("on 8 device(s) of" in text for text in printed) == 3
+    elif name == "model_family":  # the losses on two processes are the losses on one
+        one, two = ([x["loss"] for x in metric_lines(directory / f"runs/mixer-on-{ranks}")] for ranks in (1, 2))
+        assert one and two == pytest.approx(one, rel=1e-5)
+    elif name == "long_context":
+        configs = [json.loads((directory / length / "config.json").read_text()) for length in ("short", "long")]
+        assert [config["max_position_embeddings"] for config in configs] == [256, 1024]
+    else:
+        assert name == "images"
+        for image in ("earth.png", "photos.png", "runs/earth/samples.png"):
+            assert Image.open(directory / image).size[0] > 0
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", SMALLER)
 def test_the_commands_of_a_tutorial_run_in_order(ranks, directory, name):
     tutorial = Tutorial(ranks.context, name, directory)
     for command in commands_of(PAGES[name]):
         tutorial.run(command)
-    CHECKS[name](tutorial)
+    check(name, directory, tutorial.printed)
 
 
 def test_every_page_is_short_has_commands_and_is_executed():
-    assert PAGES.keys() == SMALLER.keys() == CHECKS.keys()
-    for page in PAGES.values():
+    assert PAGES.keys() == SMALLER.keys()
+    for page in TUTORIALS.values():
         assert len(page.read_text(encoding="utf-8").splitlines()) <= 80, page
-        assert commands_of(page)
+    assert all(map(commands_of, PAGES.values()))

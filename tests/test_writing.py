@@ -1,7 +1,6 @@
 """Files that cannot be written: a log keeps its lines, and a run ends as its results deserve."""
 
 import errno
-import json
 import os
 import shutil
 from pathlib import Path
@@ -11,14 +10,15 @@ import pytest
 from gpt4d import starts, writing
 from gpt4d.checkpoint import checkpoint_dir
 from gpt4d.checkpoint.model_directory import new_directory
-from gpt4d.config import ConfigError
 from gpt4d.parallel.pipeline import __main__ as schedules
 from gpt4d.parallel.resharding import __main__ as reshardings
 from gpt4d.planner import __main__ as planner
 from gpt4d.runs.lock import DirectoryLock
-from gpt4d.trainer import Trainer
+from tests.support.commands import wrong_messages
 from tests.support.grids import metric_lines, train_in_rank
 from tests.support.rank_pool import RankFailure
+from tests.support.run_files import events
+from tests.support.training import before_each_step, build_trainer
 
 
 class Disk:
@@ -44,21 +44,14 @@ def test_a_log_writes_the_lines_of_a_full_disk_once_it_has_space(tmp_path, monke
     for number in range(4):
         log.append(f"line {number}")
     assert path.read_text() == "a line that a crash has cu\nline 0\nline 1\n"[:41]
-    assert capsys.readouterr().err == (
-        f"warning: {path}: No space left on device; its lines wait in memory until it can be written again\n"
-    )
+    waiting = f"{path}: No space left on device; its lines wait in memory until it can be written again"
+    assert capsys.readouterr().err == f"warning: {waiting}\n"
     disk.free = 1000
     log.append("line 4")
     log.close()
     log.append("after close")
     lines = [*(f"line {number}" for number in range(5)), "after close"]
     assert path.read_text().splitlines() == ["a line that a crash has cu", *lines]
-
-
-def test_a_log_that_cannot_be_opened_is_an_error_with_its_path(tmp_path):
-    (tmp_path / "log").mkdir()
-    with pytest.raises(ConfigError, match=rf"{tmp_path}/log: Is a directory"):
-        writing.LineLog(tmp_path / "log")
 
 
 def test_a_file_is_replaced_completely_or_not_at_all(tmp_path, monkeypatch):
@@ -86,23 +79,14 @@ def test_a_run_is_finished_even_if_its_plot_cannot_be_written(ranks, tiny):
     config = tiny("train.steps=2")
     (Path(config.run.dir) / "loss.png").mkdir(parents=True)
     ranks.run(1, train_in_rank, config)
-    assert json.loads((Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()[-1])["event"] == "done"
+    assert events(config.run.dir)[-1]["event"] == "done"
 
 
 def train_and_change_directory(config, change):
     """Train, and call ``change(run_dir)`` on rank 0 in the second step."""
-    original = Trainer._step
-
-    def step(self, stop):
-        if self.progress.step == 1 and self.lock:
-            change(self.run_dir)
-        return original(self, stop)
-
-    Trainer._step = step
-    try:
-        train_in_rank(config)
-    finally:
-        Trainer._step = original
+    trainer = build_trainer(config)
+    with before_each_step(trainer, lambda step: change(trainer.run_dir) if step == 2 and trainer.lock else None):
+        trainer.run()
 
 
 def test_a_run_whose_directory_is_removed_creates_it_again_and_saves(ranks, tiny):
@@ -111,9 +95,8 @@ def test_a_run_whose_directory_is_removed_creates_it_again_and_saves(ranks, tiny
     run_dir = Path(config.run.dir)
     assert [path.name for path in checkpoint_dir.committed(run_dir)] == ["step_00000002", "step_00000004"]
     assert [line["step"] for line in metric_lines(run_dir)] == [3, 4]
-    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    events = [line["event"] for line in lines if "event" in line]
-    assert events[:2] == ["removed", "start"] and events[-1] == "done"
+    kinds = [line["event"] for line in events(run_dir)]
+    assert kinds[:2] == ["removed", "start"] and kinds[-1] == "done"
     assert len(starts.read(run_dir)) == 1 and (run_dir / "config.yaml").exists()
     ranks.run(2, train_in_rank, tiny("parallel.gz=2", "train.steps=5"))
 
@@ -143,25 +126,17 @@ def test_a_lock_is_valid_until_its_file_is_removed_or_replaced(tmp_path):
     other.close()
 
 
-@pytest.mark.parametrize(
-    ("command", "arguments"),
-    [
-        (schedules, []),
-        (reshardings, ["src=S0R", "src_mesh=1x2", "dst=RS0", "dst_mesh=1x2", "shape=8,8"]),
-        (planner, ["world_size=2", "model=gpt_tiny", "top=1"]),
-    ],
-)
-def test_a_plot_that_cannot_be_written_is_one_line(tmp_path, command, arguments):
+def test_a_file_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "log").mkdir()
     (tmp_path / "plot.png").symlink_to("/dev/full")
-    with pytest.raises(ConfigError, match=r"plot\.png: No space left on device; free space"):
-        command.main([*arguments, f"plot={tmp_path / 'plot.png'}"])
-
-
-def test_a_name_that_is_too_long_for_a_model_is_one_line(tmp_path):
-    with pytest.raises(ConfigError, match=r"out=.*File name too long"), new_directory(tmp_path / ("x" * 300)):
-        pass
-
-
-def test_a_schedule_without_work_is_one_line():
-    with pytest.raises(ConfigError, match="forward=0 backward=0: a stage without work"):
-        schedules.main(["forward=0", "backward=0"])
+    plot, full_disk = f"plot={tmp_path / 'plot.png'}", "plot.png: No space left on device; free space"
+    resharding = ["src=S0R", "src_mesh=1x2", "dst=RS0", "dst_mesh=1x2", "shape=8,8"]
+    mistakes = [
+        (schedules.main, [plot], full_disk),
+        (reshardings.main, [*resharding, plot], full_disk),
+        (planner.main, ["world_size=2", "model=gpt_tiny", "top=1", plot], full_disk),
+        (writing.LineLog, tmp_path / "log", f"{tmp_path}/log: Is a directory"),
+        (lambda path: new_directory(path).__enter__(), tmp_path / ("x" * 300), "out= … File name too long"),
+        (schedules.main, ["forward=0", "backward=0"], "forward=0 backward=0: a stage without work"),
+    ]
+    assert not wrong_messages(mistakes, lambda write, argument: write(argument))

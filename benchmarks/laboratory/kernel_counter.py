@@ -25,12 +25,20 @@ from gpt4d.step import TrainStep, build_stage
 
 aten = torch.ops.aten
 _PACKAGE = str(Path(compile.__file__).parents[1])  # a clone's own name may be gpt4d too
-_PRODUCTS = {aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm}
-_ATTENTION = {aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward}
+_GROUPED_PRODUCT = aten._grouped_mm  # the products of rows with the weights of their experts
+_PRODUCTS = {aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm, _GROUPED_PRODUCT}
+_ATTENTION = {  # index of the argument that makes attention causal
+    aten._scaled_dot_product_flash_attention: 4,
+    aten._scaled_dot_product_flash_attention_backward: 11,
+}
+_OPTIMIZER = "norm, clipping and AdamW"
 # Kinds of other operations, by parts of the name of the file and function of gpt4d, or of the operation.
 _KINDS = {
-    "optim.py": "norm, clipping and AdamW",
-    "gradient_reducer.py": "norm, clipping and AdamW",
+    "optimizer.py": _OPTIMIZER,
+    "muon.py": "Muon",
+    "gradient_reducer.py": _OPTIMIZER,
+    "routing": "routers",
+    "experts": "experts",
     "loss": "loss",
     "norm": "norms",
     "dropped": "dropout",
@@ -54,7 +62,7 @@ class KernelCounter(TorchDispatchMode):
 
     Args:
         flops: rate of products.
-        attention: rate of causal attention without masked products.
+        attention: rate of attention; causal attention does not compute masked products.
         bytes_s: rate of memory.
     """
 
@@ -62,7 +70,8 @@ class KernelCounter(TorchDispatchMode):
         super().__init__()
         self.bytes_s = bytes_s
         self.operations = Operations(flops, bytes_s / 1e9, launch_us=0, small=0)
-        self.attention = Operations(2 * attention, bytes_s / 1e9, launch_us=0, small=0)  # it counts masked products
+        self.attention = Operations(attention, bytes_s / 1e9, launch_us=0, small=0)
+        self.causal_attention = Operations(2 * attention, bytes_s / 1e9, launch_us=0, small=0)  # counts masked products
         self.seconds: Counter[str] = Counter()
         self.kernels: Counter[str] = Counter()
         self._inside_compiled = False
@@ -72,9 +81,18 @@ class KernelCounter(TorchDispatchMode):
         result = func(*args, **kwargs)
         on_device = any(tensor.is_meta for tensor in tensors_in((args, kwargs, result)))
         if on_device and computes(func) and not self._inside_compiled:
-            operations = self.attention if func.overloadpacket in _ATTENTION else self.operations
-            self._add(_kind(func, sys._getframe(1)), operations.cost(func, args, kwargs).seconds)
+            self._add(_kind(func, sys._getframe(1)), self._seconds(func, args, kwargs))
         return result
+
+    def _seconds(self, func, args: tuple, kwargs: dict) -> float:
+        """Return the seconds of an operation."""
+        operations, packet = self.operations, func.overloadpacket
+        if (index := _ATTENTION.get(packet)) is not None:
+            operations = self.causal_attention if args[index : index + 1] == (True,) else self.attention
+        seconds = operations.cost(func, args, kwargs).seconds
+        if packet is _GROUPED_PRODUCT:  # torch does not count its FLOPs
+            seconds = max(seconds, 2 * args[0].numel() * args[1].shape[-1] / operations.flops)
+        return seconds
 
     def compiled(self, function: Callable, **_: Any) -> Callable:
         """Return a stand-in for torch.compile of an elementwise function: one kernel."""
@@ -90,7 +108,7 @@ class KernelCounter(TorchDispatchMode):
             # A tensor that it changes in place is an argument and no result, but it is also written.
             tensors = list(tensors_in((args, kwargs, result if result is not None else args[0])))
             place = f"{Path(function.__code__.co_filename).name}:{function.__name__}"
-            kind = next(kind for part, kind in _KINDS.items() if part in place)
+            kind = next((kind for part, kind in _KINDS.items() if part in place), "other")
             self._add(kind, sum(map(nbytes, tensors)) / self.bytes_s)
             return result
 
@@ -121,8 +139,7 @@ def _is_kernels(frame: FrameType) -> bool:
 
 
 def _flash_attention(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False) -> torch.Tensor:
-    """Attention by the operation that torch chooses on a GPU."""
-    assert attn_mask is None, "documents are not counted"
+    """Attention by the operation that torch chooses on a GPU. With a mask, as of a window, it computes all products."""
     return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)[0]
 
 
@@ -144,8 +161,8 @@ def count(config: Config, compiled: bool) -> KernelCounter:
     with (
         patch("torch.nn.functional.scaled_dot_product_attention", _flash_attention),
         patch("torch.compile", counter.compiled),
-        patch.dict(compile._compiled, clear=True),
-        patch.object(compile, "_enabled", compiled),
+        patch.dict(compile.compiled, clear=True),
+        patch.object(compile, "enabled", compiled),
         counter,
     ):
         step([microbatch] * count, count, train.batch_size * train.seq_len, config.optim.lr)

@@ -49,13 +49,13 @@ class TrainingEvaluation:
 
     def _load(self) -> None:
         settings = self.config.evaluate
-        with named_as_in_training(), _without_effects():
+        with named_as_in_training(), without_effects():
             self._tasks.append(Tasks(settings.tasks, settings.limit, settings.num_fewshot))
 
     def results(self) -> list[Result] | None:
         """Return the results with the averaged weights, if the run has them; None on ranks other than 0."""
         self.runtime.release_graphs()
-        with named_as_in_training(), _without_effects(), self.task.averaged():
+        with named_as_in_training(), without_effects(), self.task.averaged():
             return self.model.run(lambda: self._tasks[0].evaluate(self.model, errors=False))
 
     def report(self, log: RunLogger | NullLogger, progress: "Progress") -> None:
@@ -76,7 +76,7 @@ def _line(results: Sequence[Result]) -> str:
 
 
 @contextmanager
-def _without_effects() -> Iterator[None]:
+def without_effects() -> Iterator[None]:
     """Restore the global random states after the body, in which no progress bar is shown."""
     states, bar = (random.getstate(), np.random.get_state()), tqdm.__init__
 

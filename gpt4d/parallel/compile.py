@@ -27,9 +27,9 @@ Result = TypeVar("Result")
 # Variants of a function for other dtypes and shapes. torch's default of 8 is not enough for a U-Net.
 _MAX_VARIANTS = 64
 
-_enabled = False
+enabled = False
 _options: dict[str, int] = {}
-_compiled: dict[Callable, Callable] = {}  # functions that have been called with these options
+compiled: dict[Callable, Callable] = {}  # functions that have been called with these options
 
 
 def enable(choice: bool | None, device: torch.device, replicates: bool = False) -> None:
@@ -47,12 +47,12 @@ def enable(choice: bool | None, device: torch.device, replicates: bool = False) 
         ConfigError: on all ranks if ``choice`` is true but a rank cannot compile.
         NodeError: if this node has no private directory for compiled code.
     """
-    global _enabled, _options
-    _enabled, _options = False, options_of(replicates)
-    _compiled.clear()
+    global enabled, _options
+    enabled, _options = False, options_of(replicates)
+    compiled.clear()
     if choice is False or (choice is None and device.type != "cuda"):
         return
-    problem = _missing_compiler(device)
+    problem = missing_compiler(device)
     if problem is None:
         compile_cache.set_environment()
         problem = _failure(device)
@@ -61,7 +61,7 @@ def enable(choice: bool | None, device: torch.device, replicates: bool = False) 
         import torch._dynamo.config  # takes seconds
 
         torch._dynamo.config.recompile_limit = _MAX_VARIANTS
-        _enabled = True
+        enabled = True
     elif choice:
         raise ConfigError(f"train.compile=true: {problem}, or use train.compile=false")
     elif not dist.is_initialized() or dist.get_rank() == 0:
@@ -75,7 +75,8 @@ def options_of(replicates: bool) -> dict[str, int]:
     return options | {"deterministic": True} if replicates else options
 
 
-def _missing_compiler(device: torch.device) -> str | None:
+def missing_compiler(device: torch.device) -> str | None:
+    """Return which compiler is missing for a device, with its remedy, or None."""
     on_gpu = device.type == "cuda"
     compilers = [os.environ.get("CC"), "gcc", "clang"] if on_gpu else [os.environ.get("CXX"), "g++", "clang++"]
     found = any(name and shutil.which(name) for name in compilers) and (not on_gpu or find_spec("triton") is not None)
@@ -109,7 +110,7 @@ def _first_of_all_ranks(problem: str | None) -> str | None:
 
 def is_enabled() -> bool:
     """Return whether functions are compiled."""
-    return _enabled
+    return enabled
 
 
 def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -120,10 +121,10 @@ def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        if not _enabled or torch.compiler.is_compiling():  # is_compiling: the calling function is being compiled
+        if not enabled or torch.compiler.is_compiling():  # is_compiling: the calling function is being compiled
             return function(*args, **kwargs)
-        if function not in _compiled:
-            _compiled[function] = torch.compile(function, fullgraph=True, options={**_options})
-        return _compiled[function](*args, **kwargs)
+        if function not in compiled:
+            compiled[function] = torch.compile(function, fullgraph=True, options={**_options})
+        return compiled[function](*args, **kwargs)
 
     return call

@@ -79,7 +79,7 @@ def _normal_columns(keys: torch.Tensor, first: int, last: int) -> torch.Tensor:
     """Return columns ``first`` to ``last`` of standard normal numbers [n, …], whose rows have these keys."""
     columns = last - first
     out = torch.empty(len(keys), columns, dtype=torch.float32, device=keys.device)
-    centers, widths = _intervals(out.device)
+    centers, widths = intervals(out.device)
     chunk = CPU_CHUNK if out.device.type == "cpu" else _DEVICE_CHUNK
     step = max(1, chunk // max(1, columns))
     for part, part_keys in zip(out.split(step), keys.split(step), strict=True):
@@ -93,7 +93,7 @@ def _normal_columns(keys: torch.Tensor, first: int, last: int) -> torch.Tensor:
 
 
 @functools.cache
-def _intervals(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def intervals(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return centers and widths / 2^16 of the intervals between quantiles of the normal distribution, float32.
 
     Errors in the last bits of float64 do not change the rounding of a quantile to float32: its relative distance from

@@ -107,7 +107,7 @@ def _read_system(launch: Launch, device: torch.device) -> ClusterConfig:
             cluster,
             memory_gib=total / 2**30,
             reserved_gib=(total - free) / 2**30,
-            communicator_gib=_communicator_gib(launch, device),
+            communicator_gib=communicator_gib(launch, device),
             peak_tflops=peak and peak / 1e12,
         )
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -115,7 +115,7 @@ def _read_system(launch: Launch, device: torch.device) -> ClusterConfig:
     return replace(cluster, memory_gib=total / 2**30 / launch.local_world_size, reserved_gib=reserved)
 
 
-def _communicator_gib(launch: Launch, device: torch.device) -> float:
+def communicator_gib(launch: Launch, device: torch.device) -> float:
     """Return the memory that a GPU's library of collectives takes for its first group, which has all ranks."""
     if launch.world_size == 1:
         return COMMUNICATOR_GIB
@@ -125,7 +125,7 @@ def _communicator_gib(launch: Launch, device: torch.device) -> float:
     return max(0, before - torch.cuda.mem_get_info(device)[0]) / 2**30
 
 
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
+def measured_seconds(work: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of one call of ``work`` on the slowest rank, when all ranks repeat it."""
     work()
     times, measured = 1, list[float]()
@@ -151,7 +151,7 @@ def _time(work: Callable[[], object], device: torch.device, times: int = 1) -> f
 
 def _matmul_flops(device: torch.device) -> float:
     square = square_matrix(device)
-    return 2 * len(square) ** 3 / _seconds(lambda: square @ square, device)
+    return 2 * len(square) ** 3 / measured_seconds(lambda: square @ square, device)
 
 
 def _float8_flops(device: torch.device) -> float:
@@ -161,7 +161,7 @@ def _float8_flops(device: torch.device) -> float:
     def work() -> None:
         float8_kernels.float8_product(values, values, one, one, None, torch.bfloat16, True)
 
-    return 2 * len(values) ** 3 / _seconds(work, device)
+    return 2 * len(values) ** 3 / measured_seconds(work, device)
 
 
 def _attention_flops(device: torch.device) -> float:
@@ -176,7 +176,7 @@ def _attention_flops(device: torch.device) -> float:
         torch.autograd.grad(out, inputs, d_out.view_as(out))
 
     # Two products in the forward and five in the backward, each of half of the keys.
-    return 7 * sequences * heads * length**2 * size / _seconds(work, device)
+    return 7 * sequences * heads * length**2 * size / measured_seconds(work, device)
 
 
 def square_matrix(device: torch.device) -> torch.Tensor:
@@ -195,16 +195,16 @@ def _measure_operations(cluster: ClusterConfig, device: torch.device) -> tuple[f
     the results are the time in which the host launches a tiny operation, and the rate of a large copy. The device may
     take less time for an operation.
     """
-    return _time_kernels(device) if device.type == "cuda" else _fit_step_times(cluster, device)
+    return time_kernels(device) if device.type == "cuda" else _fit_step_times(cluster, device)
 
 
-def _time_kernels(device: torch.device) -> tuple[float, float]:
+def time_kernels(device: torch.device) -> tuple[float, float]:
     """Return microseconds of an operation on a few numbers, and GB/s that a copy reads and writes."""
     few = torch.ones(8, device=device)
     source = torch.ones(COPIED_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    operation_s = _seconds(lambda: few.add_(1), device)
-    return operation_s * 1e6, 2e-9 * source.nbytes / _seconds(lambda: target.copy_(source), device)
+    operation_s = measured_seconds(lambda: few.add_(1), device)
+    return operation_s * 1e6, 2e-9 * source.nbytes / measured_seconds(lambda: target.copy_(source), device)
 
 
 def _fit_step_times(cluster: ClusterConfig, device: torch.device) -> tuple[float, float]:
@@ -216,7 +216,7 @@ def _fit_step_times(cluster: ClusterConfig, device: torch.device) -> tuple[float
     rows, times = [], []
     for model, sequences in ((_SMALL_MODEL, 1), (LARGE_MODEL, 4)):
         config = Config(model=model, train=TrainConfig(seq_len=model.max_positions, batch_size=sequences))
-        step_s = _seconds(_training_step(config, device), device)
+        step_s = measured_seconds(_training_step(config, device), device)
         rates = {"matmul_tflops": cluster.matmul_tflops, "attention_tflops": cluster.attention_tflops}
         products_s = _step_s(config, cluster, **rates)
         # Products read and write while they multiply, so only the bytes of elementwise operations count.
@@ -291,7 +291,7 @@ def _measure_collective(group: MeasuredConfig, axis: Axis, device: torch.device)
         return getattr(axis, f"start_{group.kind}")(tensor, *([rows, rows] if exchanges else []))
 
     def measure_seconds(tensor: torch.Tensor) -> float:
-        return _seconds(lambda: start(tensor).wait(), device)
+        return measured_seconds(lambda: start(tensor).wait(), device)
 
     sent, seconds = [], []
     for halvings in (11, 6, 3, 2, 0):
@@ -337,7 +337,7 @@ def _measure_skew(launch: Launch, device: torch.device) -> float:
 def _measure_hidden_share(start: Callable[[], collectives.Pending], alone_s: float, device: torch.device) -> float:
     """Return the share of a collective's ``alone_s`` seconds that overlaps a computation without slowing it."""
     square = square_matrix(device)
-    product_s = _seconds(lambda: square @ square, device)
+    product_s = measured_seconds(lambda: square @ square, device)
     times = max(1, round(_COVER * alone_s / product_s))  # the collective ends before the computation
 
     def compute() -> None:

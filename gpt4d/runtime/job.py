@@ -57,7 +57,7 @@ def process_group(
         torch.set_num_threads(own_cores)
     if launch.master is None:
         device = device or select_device(launch)
-        with _initialize(launch, dist.HashStore(), device, backend, timeout_s):
+        with initialize(launch, dist.HashStore(), device, backend, timeout_s):
             yield JobContext(device)
         return
     rendezvous = Rendezvous(launch, timeout_s, run_dir)
@@ -65,7 +65,7 @@ def process_group(
         device = device or select_device(launch)
         rendezvous.wait_for_all_ranks()
         store = rendezvous.store.for_process_groups()
-        with _initialize(launch, store, device, backend, timeout_s, rendezvous.watchdog):
+        with initialize(launch, store, device, backend, timeout_s, rendezvous.watchdog):
             yield JobContext(device, rendezvous.watchdog)
     except NodeError as error:  # raised on this node only, and ranks of all further nodes wait for this rank
         rendezvous.watchdog.fail(str(error), may_be_secondary=False)
@@ -83,7 +83,7 @@ def process_group(
 
 
 @contextmanager
-def _initialize(
+def initialize(
     launch: Launch,
     store: dist.Store,
     device: torch.device,
@@ -91,6 +91,7 @@ def _initialize(
     timeout_s: float,
     watchdog: Watchdog | None = None,
 ) -> Iterator[None]:
+    """Select the rank's GPU and connect the rank to all others through ``store``. Disconnect it at the end."""
     if device.type == "cuda":
         if torch.version.hip:
             compile_cache.set_environment()  # MIOpen compiles kernels

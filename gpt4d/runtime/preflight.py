@@ -22,7 +22,7 @@ _MARKER_NAME = ".these-ranks-meet-here"
 MARKER_TIMEOUT_S = 30.0  # for a file written on one node to appear on another
 _REPEATS = 3
 _ROUNDS = 3  # maximum; a node that is slow only in some rounds is busy, not slow
-_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 22}  # approximate size of the square matrix of the test computation
+ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 22}  # approximate size of the square matrix of the test computation
 _SLOW_FACTOR = 3.0  # times the median
 
 
@@ -80,7 +80,7 @@ def compare(
     if problem:
         raise ConfigError(problem)
     hosts = [node.host for node in nodes]
-    return hosts, find_persistently_slow(dict(exchanges) | {"computation": partial(_compute, device)}, hosts)
+    return hosts, find_persistently_slow(dict(exchanges) | {"computation": partial(compute, device)}, hosts)
 
 
 def find_difference(nodes: list[NodeFacts]) -> str | None:
@@ -174,7 +174,8 @@ def _times(work: Callable[[], None]) -> Iterator[float]:
         yield time.perf_counter() - started
 
 
-def _compute(device: torch.device) -> None:
-    side = math.isqrt(_ELEMENTS[device.type])
+def compute(device: torch.device) -> None:
+    """Run the test computation, and wait for its end."""
+    side = math.isqrt(ELEMENTS[device.type])
     square = torch.ones(side, side, device=device)
     (square @ square)[0, 0].item()

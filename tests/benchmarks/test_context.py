@@ -5,57 +5,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 
 from benchmarks.adapters import gpt4d_context, torch_context
-from benchmarks.adapters.context_attention import ring_attention, ulysses
 from benchmarks.context_steps import ContextConfig, context_grids
 from benchmarks.experiments import context
 from benchmarks.experiments.context import contiguous_blocks, imbalance, pairs, segment_blocks
 from benchmarks.gradient_steps import largest_difference
 from benchmarks.settings import DeviceConfig, parse_grid
-from gpt4d.config import ConfigError
 
 CONFIG = ContextConfig(length=32, layers=2, hidden=32, heads=8, key_value_heads=2, vocabulary=64)
-
-
-def plain_attention(q, k, v):
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-
-
-def attention_and_gradients(attention: Callable, positions: torch.Tensor):
-    """Return the output of this rank's positions and the gradients of queries, keys and values, in float64."""
-    generator = torch.Generator().manual_seed(0)
-    full = [torch.randn(2, 32, heads, 8, generator=generator, dtype=torch.float64) for heads in (8, 2, 2, 8)]
-    *inputs, upstream = (x[:, positions].contiguous() for x in full)
-    for x in inputs:
-        x.requires_grad_()
-    out = attention(*inputs)
-    out.backward(upstream)
-    return [out.detach(), *(x.grad for x in inputs)]
-
-
-def shared(kind: str):
-    rank, world = dist.get_rank(), dist.get_world_size()
-    group = dist.new_group()
-    if kind == "ulysses":
-        return attention_and_gradients(ulysses(group), torch.arange(32).chunk(world)[rank])
-    segments = torch.arange(32).chunk(2 * world)
-    return attention_and_gradients(ring_attention(group), torch.cat((segments[rank], segments[2 * world - 1 - rank])))
-
-
-@pytest.mark.parametrize("kind", ["ring", "ulysses"])
-def test_plain_context_parallelism_is_exact(ranks, kind):
-    parts = zip(*ranks.run(4, shared, kind), strict=True)
-    order = torch.arange(32)
-    if kind == "ring":
-        segments = order.chunk(8)
-        order = torch.cat([segments[s] for rank in range(4) for s in (rank, 7 - rank)])
-    for part, expected in zip(parts, attention_and_gradients(plain_attention, torch.arange(32)), strict=True):
-        torch.testing.assert_close(torch.cat(part, 1), expected[:, order], rtol=1e-12, atol=1e-12)
 
 
 def computed(build: Callable, name: str):
@@ -87,6 +45,7 @@ def test_all_contenders_have_equal_losses_and_gradients(ranks):
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_workers_report_peaks_and_gradients(capsys):
     settings = context.Settings(hosts=1, ranks=2, length=64, layers=1, hidden=32, vocabulary=64, memory_hidden=32)
     rows = context.values(settings, ["all_gather"])
@@ -108,18 +67,16 @@ def test_grids_of_all_ranks_share_the_sequence():
     assert context_grids(4, ["all_gather"])[-2:] == ["2x1x1x2/context=2/tokens", "4x1x1x1/tokens"]
 
 
-def test_another_exchange_is_rejected():
-    with pytest.raises(ConfigError, match="exchanges=tree: must be a list of all_gather, ring"):
-        next(context.run(context.Settings(exchanges="tree")))
-
-
-def test_a_continued_run_measures_only_missing_parts(tmp_path):
+def test_a_continued_run_measures_only_the_missing_balance_of_kernels(tmp_path):
     stored = {"memory": [], "values": ["stored"], "hosts_2": {}, "hosts_1": {}}
     (tmp_path / "results.json").write_text(json.dumps(stored))
     sizes = {"length": 64, "hidden": 32, "vocabulary": 64, "balance_repeats": 1}
     settings = context.Settings(**sizes, continued=True, out=str(tmp_path / "results"))
     (results,) = context.run(settings)
     assert [row["context"] for row in results["balance"]] == [2, 4, 8]
+    for row in results["balance"]:
+        assert row["segments_pairs"] == 0 and row["contiguous_pairs"] > 0.4
+        assert row["segments_measured"] >= 0 and row["contiguous_measured"] >= 0
     assert stored.items() <= results.items()
 
 
@@ -143,13 +100,6 @@ def test_segments_balance_attention_and_contiguous_parts_do_not():
     }
     assert found[segment_blocks] == [0, 0, 0]
     assert found[contiguous_blocks] == pytest.approx([1 / 2, 3 / 4, 7 / 8], rel=1e-3)
-
-
-def test_the_balance_of_kernels_is_measured():
-    settings = context.Settings(length=64, hidden=32, vocabulary=64, balance_repeats=1)
-    found = context.balance(settings, 2)
-    assert found["segments_pairs"] == 0 and found["contiguous_pairs"] > 0.4
-    assert found["segments_measured"] >= 0 and found["contiguous_measured"] >= 0
 
 
 def test_the_computation_is_divided_among_all_ranks():

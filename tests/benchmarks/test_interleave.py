@@ -1,6 +1,8 @@
 import io
 import itertools
 import json
+import multiprocessing
+import os
 import subprocess
 import sys
 import time
@@ -12,7 +14,7 @@ import torch.distributed as dist
 
 from benchmarks.interleave import WorkerSpec, interleave
 from benchmarks.laboratory.virtual_device import VirtualDevice
-from benchmarks.worker import Contender, serve, share_process_groups
+from benchmarks.worker import Contender, redirect_stdout_for_answers, serve, share_process_groups
 
 # A worker without a framework: it logs each run to a file and answers like a real one.
 WORKER = """
@@ -53,12 +55,8 @@ def test_contenders_alternate_across_groups_on_every_rank(tmp_path):
     rank_0_runs = [run.removesuffix("/0") for run in runs if run.endswith("/0")]
     assert rank_0_runs == ["one.a", "one.b", "two.a", "two.b"] * 4
     assert sorted(r for r in runs if r.endswith("/1")) == sorted(f"{r}/1" for r in rank_0_runs)
-    assert [(row["family"], row["name"]) for row in rows] == [
-        ("One", "one.a"),
-        ("One", "one.b"),
-        ("Two", "two.a"),
-        ("Two", "two.b"),
-    ]
+    expected = [("One", "one.a"), ("One", "one.b"), ("Two", "two.a"), ("Two", "two.b")]
+    assert [(row["family"], row["name"]) for row in rows] == expected
     assert rows[0]["seconds"] == [2.0, 4.0, 6.0]  # without the first step, which was the warm-up
     assert all(process.poll() is not None for process in cluster.processes)
 
@@ -104,13 +102,18 @@ def test_a_run_on_virtual_devices_is_timed_and_reported_for_all_ranks(ranks):
     assert answer["seconds"] >= 0.05 and answer["cpu_bound"] is True and answer["exposed_s"] == {"x": 0.1}
 
 
-def test_answers_are_separate_from_other_output():
-    code = (
-        "from benchmarks.worker import redirect_stdout_for_answers as redirect; answers = redirect(); "
-        "print('chatter'); print('answer', file=answers)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("answer\n", "chatter\n")
+def chat_and_answer():
+    sys.stdout = os.fdopen(1, "w", closefd=False)  # pytest's is not the process's
+    answers = redirect_stdout_for_answers()
+    print("chatter", flush=True)
+    print("answer", file=answers, flush=True)
+
+
+def test_answers_are_separate_from_other_output(capfd):
+    process = multiprocessing.get_context("fork").Process(target=chat_and_answer)
+    process.start()
+    process.join()
+    assert capfd.readouterr() == ("answer\n", "chatter\n") and process.exitcode == 0
 
 
 @pytest.mark.parametrize("distinct, groups", [(False, [0, 0, 1, 0, 1]), (True, [0, 1, 2, 0, 2])])

@@ -4,36 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.experiments.pipeline import (
-    CopySeconds,
-    Settings,
-    add_predictions,
-    compare,
-    describe,
-    parse_cases,
-    parse_contenders,
-    plot,
-    predict,
-    transfers,
-)
-from benchmarks.settings import arguments_of
+from benchmarks.experiments import pipeline
 from benchmarks.workloads import END, LAST, StagesConfig
-from gpt4d.config import ConfigError, from_arguments
 from gpt4d.parallel.pipeline.simulation import Costs, simulate
 from gpt4d.parallel.pipeline.stage_program import orders_of
+from tests.support.grids import full
 
-CASE = Settings(grid="2x1x1x2", microbatches=8)
+CASE = pipeline.Settings(grid="2x1x1x2", microbatches=8)
 LINK_S = 4 * 128 * 1024 * 4 * 8 / 200e6  # seconds of one microbatch's activations
 TIED_S = 512 * 1024 * 4 * 8 / 200e6
 WHOLE = {"F0": 1.0, "F1": 1.0, "B0": 2.0, "B1": 2.0}
 ACTIONS = {**WHOLE, **{kind + LAST: seconds for kind, seconds in WHOLE.items()}, END: 0.5}
-
-
-def test_a_worker_reads_the_settings_of_the_benchmark():
-    config = Settings(hosts=2, hidden=512, repeats=7)
-    read = from_arguments(StagesConfig, [*arguments_of(config, StagesConfig, contenders="1f1b/signal")])
-    assert (read.hidden, read.repeats, read.steps, read.flops) == (512, 7, None, config.flops)
-    assert read.contenders == "1f1b/signal"
 
 
 def losses(module, name, settings):
@@ -51,7 +32,7 @@ def losses(module, name, settings):
 
 @pytest.mark.parametrize(
     ("name", "other"),
-    [("1f1b/broadcast/waiting", "Schedule1F1B"), ("interleaved_1f1b/send_recv", "ScheduleInterleaved1F1B")],
+    [("1f1b/broadcast/waiting", "Schedule1F1B"), full("interleaved_1f1b/send_recv", "ScheduleInterleaved1F1B")],
 )
 def test_torchs_pipeline_trains_like_ours(ranks, name, other):
     settings = {"ranks": 2, "grid": "1x1x1x2"}
@@ -84,20 +65,20 @@ def test_the_times_of_all_actions_are_measured_on_virtual_devices(ranks):
 
 
 def test_a_predicted_step_has_actions_transfers_and_its_end():
-    assert predict(CASE, "1f1b/signal", ACTIONS) == pytest.approx(8 * 3 + 3 + 0.5)
+    assert pipeline.predict(CASE, "1f1b/signal", ACTIONS) == pytest.approx(8 * 3 + 3 + 0.5)
     last = ACTIONS | {f"B1{LAST}": 2.7}
-    assert predict(CASE, "1f1b/signal", last) == pytest.approx(8 * 3 + 3 + 0.5 + 0.7)
-    eager = predict(CASE, "eager_1f1b/broadcast", ACTIONS)
-    assert eager == pytest.approx(predict(CASE, "eager_1f1b/signal", ACTIONS) + 2 * LINK_S)
+    assert pipeline.predict(CASE, "1f1b/signal", last) == pytest.approx(8 * 3 + 3 + 0.5 + 0.7)
+    eager = pipeline.predict(CASE, "eager_1f1b/broadcast", ACTIONS)
+    assert eager == pytest.approx(pipeline.predict(CASE, "eager_1f1b/signal", ACTIONS) + 2 * LINK_S)
 
 
 def test_transfers_are_planned_at_the_rate_of_the_uplinks():
     for strategy, factor in (("broadcast", 1), ("send_recv", 2), ("signal", 0)):  # two devices of x need each tile
-        edges, copies_s = transfers(CASE, CASE.plan("1f1b", strategy))
+        edges, copies_s = pipeline.transfers(CASE, CASE.plan("1f1b", strategy))
         assert edges == {(0, 1): pytest.approx(factor * LINK_S)}
         assert (min(copies_s) > 0) == (max(copies_s) > 0) == (strategy != "signal")
     alone = replace(CASE, grid="1x1x1x4")
-    assert transfers(alone, alone.plan("1f1b", "broadcast"))[1] == pytest.approx((TIED_S, TIED_S))
+    assert pipeline.transfers(alone, alone.plan("1f1b", "broadcast"))[1] == pytest.approx((TIED_S, TIED_S))
 
 
 def test_a_step_waits_for_copied_weights_as_far_as_nothing_is_computed_meanwhile():
@@ -105,8 +86,8 @@ def test_a_step_waits_for_copied_weights_as_far_as_nothing_is_computed_meanwhile
     timeline = simulate(orders_of("1f1b", 2, 4, Costs.equal(2, 1, 1, 1, 0.5)), Costs.equal(2, 1, 1, 1, 0.5))
     spans = timeline.stages
     assert spans[0][-1].stop - spans[1][-1].stop == 2.5 and spans[1][0].start == 1.5
-    assert CopySeconds(2.5, 1.5).exposed(timeline) == 0
-    assert CopySeconds(3.0, 1.75).exposed(timeline) == 0.75
+    assert pipeline.CopySeconds(2.5, 1.5).exposed(timeline) == 0
+    assert pipeline.CopySeconds(3.0, 1.75).exposed(timeline) == 0.75
 
 
 def row(family, name, seconds, **more):
@@ -122,23 +103,12 @@ def test_rows_are_compared_with_signal_and_the_simulator():
         row("torch", "Schedule1F1B", 36.0),
         {"family": "megatron-core", "name": "1F1B", "not_counted": 5},
     ]
-    add_predictions(CASE, rows)
+    pipeline.add_predictions(CASE, rows)
     assert rows[0]["throughput_of_signal"] == pytest.approx(27.5 / 30)
     assert rows[1]["prediction_error"] == pytest.approx(0.0)
     assert "predicted_s" not in rows[2]
-    assert compare(rows)["torch Schedule1F1B"] == pytest.approx(1.2)
-    assert "91.7% of signal's throughput" in describe(rows[0]) and "no run counts" in describe(rows[4])
-    figure = plot(CASE, {"cases": [{"rows": rows, "stages": 2, "grid": "2x1x1x2", "microbatches": 8}]})
+    assert pipeline.compare(rows)["torch Schedule1F1B"] == pytest.approx(1.2)
+    of_signal, not_counted = pipeline.describe(rows[0]), pipeline.describe(rows[4])
+    assert "91.7% of signal's throughput" in of_signal and "no run counts" in not_counted
+    figure = pipeline.plot(CASE, {"cases": [{"rows": rows, "stages": 2, "grid": "2x1x1x2", "microbatches": 8}]})
     assert len(figure.axes) == 1
-
-
-def test_cases_and_contenders_are_checked_and_every_schedule_has_its_bound():
-    assert parse_cases("2x1x1x2:8,1x1x1x4:32", CASE) == [("2x1x1x2", 8), ("1x1x1x4", 32)]
-    for text in ("2x1x1x2", "2x2x2x2:8", "2x1x1x2:0", "x:8"):
-        with pytest.raises(ConfigError, match=f"cases={text}: not a grid"):
-            parse_cases(text, CASE)
-    assert parse_contenders("gpipe/broadcast") == ["gpipe/broadcast", "gpipe/signal"]
-    assert len(parse_contenders("all")) == 6 * 5 + 2
-    for text in ("eager", "2f2b/broadcast", "gpipe/waiting", "gpipe/broadcast/late"):
-        with pytest.raises(ConfigError, match=f"contenders={text}: not a schedule/strategy"):
-            parse_contenders(text)

@@ -235,29 +235,21 @@ def test_an_operation_launched_by_a_wait_is_not_late():
     assert (stream.clock, stream.late_s) == (6, 0)
 
 
-@pytest.mark.parametrize(
-    "operation, ranks, sent",
-    [
-        ("allreduce_", range(4), 1.5),
-        ("allreduce_", range(8), 1.75),  # over two hosts
-        ("allreduce_", (0, 4), 0),  # one rank per host
-        ("_allgather_base_", range(4), 0.75),
-        ("reduce_scatter_tensor", range(8), 0.875),
-        ("alltoall_base_", range(8), 0.375),
-        ("broadcast_", range(4), 1),
-        ("send", (0, 3), 1),
-        ("send", (0, 4), 0),
-        ("recv_", (0, 3), 0),
-    ],
-)
-def test_bytes_sent_inside_a_host_of_four_ranks(operation, ranks, sent):
-    assert intra_host_bytes(operation, 1, ranks, rank=0, ranks_per_host=4) == sent
+HOST, HOSTS = range(4), range(8)  # ranks on one host and on two
+SENT = [  # operation, ranks, this rank, and the bytes that it sends to ranks of its host, per byte of its tensor
+    ("allreduce_", HOST, 0, 1.5), ("allreduce_", HOSTS, 0, 1.75), ("allreduce_", (0, 4), 0, 0),
+    ("_allgather_base_", HOST, 0, 0.75), ("reduce_scatter_tensor", HOSTS, 0, 0.875), ("broadcast_", HOST, 0, 1),
+    ("alltoall_base_", HOSTS, 0, 0.375), ("send", (0, 3), 0, 1), ("send", (0, 4), 0, 0), ("recv_", (0, 3), 0, 0),
+    *(("a shift", HOSTS, rank, sent) for rank, sent in ((0, 1), (3, 0), (4, 1), (7, 0))),  # to the next rank
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("rank", "sent"), [(0, 1), (3, 0), (4, 1), (7, 0)])
-def test_a_shift_sends_its_tensor_inside_a_host_unless_the_next_rank_is_on_another_host(rank, sent):
-    counts = [5 * (other == (rank + 1) % 8) for other in range(8)]
-    assert intra_host_bytes("alltoall_base_", 1, range(8), rank, ranks_per_host=4, counts=counts) == sent
+@pytest.mark.parametrize(("operation", "ranks", "rank", "sent"), SENT)
+def test_bytes_sent_inside_a_host_of_four_ranks(operation, ranks, rank, sent):
+    counts = None
+    if operation == "a shift":
+        operation, counts = "alltoall_base_", [5 * (other == (rank + 1) % 8) for other in HOSTS]
+    assert intra_host_bytes(operation, 1, ranks, rank, ranks_per_host=4, counts=counts) == sent
 
 
 def shift_in_host(slot_bytes: int) -> float:

@@ -13,13 +13,20 @@ from gpt4d.checkpoint.checkpoint_dir import Checkpoint, Damaged
 from gpt4d.config import ConfigError
 from gpt4d.model import registry
 from gpt4d.model.gpt2.config import GPT2Config
-from tests.checkpoint import meta, save_steps
+from tests.support.checkpoints import meta, save_steps
+from tests.support.commands import wrong_messages
 from tests.support.grids import train_in_rank
 from tests.support.settings import configured
 
 
 def candidate_names(resume, run_dir):
     return [checkpoint.path.name for checkpoint in checkpoint_dir.resume_candidates(resume, run_dir)]
+
+
+def write_meta(directory, written=None, **changes):
+    """Write the metadata of a checkpoint, with changed values."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "meta.json").write_bytes(replace(written or meta(5), **changes).to_json())
 
 
 def test_leftovers_are_never_selected_and_removed_by_the_next_save(ranks, tmp_path):
@@ -32,18 +39,13 @@ def test_leftovers_are_never_selected_and_removed_by_the_next_save(ranks, tmp_pa
 
 
 def test_resume_selects_checkpoints_newest_first(ranks, tmp_path):
-    assert (
-        checkpoint_dir.resume_candidates("auto", tmp_path) == [] == checkpoint_dir.resume_candidates("never", tmp_path)
-    )
+    assert candidate_names("auto", tmp_path) == [] == candidate_names("never", tmp_path)
     save_steps(ranks, tmp_path, (2, 11))
     elsewhere, older = tmp_path / "elsewhere", tmp_path / "checkpoints" / "step_00000002"
     assert candidate_names(str(tmp_path), elsewhere) == ["step_00000011"]
     assert checkpoint_dir.resume_candidates(str(older), elsewhere) == [Checkpoint(older)]
     assert candidate_names(str(tmp_path), tmp_path) == ["step_00000011"]
-    for resume in (
-        "never",
-        str(older),
-    ):  # Retention removes checkpoints older than the existing ones.
+    for resume in ("never", str(older)):  # Retention removes checkpoints older than the existing ones.
         with pytest.raises(ConfigError, match=r"set another run\.name"):
             checkpoint_dir.resume_candidates(resume, tmp_path)
 
@@ -72,39 +74,42 @@ def test_another_format_or_family_is_rejected_but_not_damaged(tmp_path, values, 
 
 def test_meta_is_read_as_written(tmp_path):
     written = meta(5, registry.get("gpt2").config(dropout=0.25, vocab_size=300))
-    (tmp_path / "meta.json").write_bytes(written.to_json())
+    write_meta(tmp_path, written)
     assert checkpoint_dir.Meta.read(Path(tmp_path)) == written
 
 
 def test_task_and_data_must_agree_except_for_the_name(tmp_path):
-    (tmp_path / "meta.json").write_bytes(meta(5).to_json())
-    Checkpoint(tmp_path).check_task("language_modeling", {"tokenizer": "abc", "data": "letters"})
-    for identity in ({"tokenizer": "abd", "data": "books"}, {"data": "books"}):
-        with pytest.raises(ConfigError, match=r"data=books: .* was trained with another tokenizer; use data with"):
-            Checkpoint(tmp_path).check_task("language_modeling", identity)
+    def check(identity, allowed=(), task="language_modeling"):
+        Checkpoint(tmp_path).check_task(task, identity, allowed=allowed)
+
+    write_meta(tmp_path)
+    check({"tokenizer": "abc", "data": "letters"})
+    tokenizer = "was trained with another tokenizer; use data with"
+    cases = [
+        ({"tokenizer": "abd", "data": "books"}, (), "language_modeling", "^data=books: "),
+        ({"tokenizer": "abd", "data": "books"}, (), "language_modeling", tokenizer),
+        ({"data": "books"}, (), "language_modeling", tokenizer),
+        ({"tokenizer": "abc"}, (), "images", "^task=images: "),
+        ({"tokenizer": "abc"}, (), "images", " was trained for language_modeling; use a model for"),
+    ]
+    assert not wrong_messages(cases, check)
     other = {"tokenizer": "abc", "samples": "y", "data": "letters"}
-    (tmp_path / "meta.json").write_bytes(replace(meta(5), grids=[]).to_json())
-    Checkpoint(tmp_path).check_task("language_modeling", other)  # an imported model has no samples
-    (tmp_path / "meta.json").write_bytes(replace(meta(5), grids=[], identity={"data": "x"}).to_json())
-    Checkpoint(tmp_path).check_task("language_modeling", other)  # nor a tokenizer with tokenizer=none
-    trained = replace(meta(5), identity={"tokenizer": "abc", "samples": "x", "data": "letters"})
-    (tmp_path / "meta.json").write_bytes(trained.to_json())
+    write_meta(tmp_path, grids=[])
+    check(other)  # an imported model has no samples
+    write_meta(tmp_path, grids=[], identity={"data": "x"})
+    check(other)  # nor a tokenizer with tokenizer=none
+    write_meta(tmp_path, identity={"tokenizer": "abc", "samples": "x", "data": "letters"})
     with pytest.raises(ConfigError, match=r"with other samples; .*checkpoint\.allow_changes=\[data\]"):
-        Checkpoint(tmp_path).check_task("language_modeling", other)
-    Checkpoint(tmp_path).check_task("language_modeling", other, allowed=["data"])
+        check(other)
+    check(other, ["data"])
     with pytest.raises(ConfigError, match="another tokenizer"):
-        Checkpoint(tmp_path).check_task("language_modeling", other | {"tokenizer": "abd"}, allowed=["data"])
-    with pytest.raises(ConfigError, match=r"task=images: .* was trained for language_modeling; use a model for"):
-        Checkpoint(tmp_path).check_task("images", {"tokenizer": "abc"})
+        check(other | {"tokenizer": "abd"}, ["data"])
 
 
 def test_first_readable_checkpoint_decides_whether_the_run_fits(tmp_path):
     for step, settings in ((4, {"optim.lr": 7.0}), (5, {"optim.lr": 0.5, "train.seed": 3})):
         directory = tmp_path / "checkpoints" / checkpoint_dir.name(step)
-        directory.mkdir(parents=True)
-        (directory / "meta.json").write_bytes(
-            replace(meta(step, GPT2Config(vocab_size=4096)), settings=settings).to_json()
-        )
+        write_meta(directory, meta(step, GPT2Config(vocab_size=4096)), settings=settings)
     (tmp_path / "checkpoints" / checkpoint_dir.name(6)).mkdir()  # without a meta.json: damaged
     config = configured(["model=gpt_tiny", f"run.dir={tmp_path}", "optim.lr=0.5", "train.seed=3"])
     assert checkpoint_dir.check_run(config) == {}

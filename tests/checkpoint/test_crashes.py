@@ -1,89 +1,25 @@
 """A run killed at any instant of a save resumes exactly from its newest committed checkpoint."""
 
+import itertools
 import json
 import os
 import random
 import signal
-import threading
-from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
 
-from gpt4d.checkpoint import checkpoint_dir, lifecycle, storage
+from gpt4d.checkpoint import checkpoint_dir, storage
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import GridSizes
-from tests.checkpoint import save_state
-from tests.support.grids import metric_lines, train_in_rank
-
-RANKS = 2
-
-
-def run_rank(config, rank, store, messages, hold):
-    """Train as one rank of a run. Sends a message when a save begins, and when the run is done.
-
-    With ``hold`` the message comes when a save is committed, and nothing happens after it.
-    """
-    import torch.distributed as dist
-
-    begin, retain = lifecycle.begin, lifecycle.retain
-
-    def begin_and_report(*args):
-        if not hold:
-            messages.send_bytes(b"begun")
-        return begin(*args)
-
-    def retain_and_hold(*args):
-        retain(*args)
-        if hold:
-            messages.send_bytes(b"begun")
-            threading.Event().wait()
-
-    lifecycle.begin, lifecycle.retain = begin_and_report, retain_and_hold
-    os.environ["OMP_NUM_THREADS"] = "1"
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
-    train_in_rank(config)
-    dist.destroy_process_group()
-    messages.send_bytes(b"done")
-
-
-def run_until_killed(context, config, store, delay, hold=False):
-    """Run, and kill all ranks ``delay`` seconds after a save began, or never if None. Returns whether it finished.
-
-    With ``hold`` they are killed between a save and the next.
-    """
-    receiver, sender = context.Pipe()
-    processes = [
-        context.Process(target=run_rank, args=(config, rank, store, sender, hold), daemon=True) for rank in range(RANKS)
-    ]
-    for process in processes:
-        process.start()
-    sender.close()
-    ended = 0
-    try:
-        while ended < RANKS:
-            assert receiver.poll(60), "no save begins"
-            message = receiver.recv_bytes()
-            ended += message == b"done"
-            if message == b"begun" and delay is not None:
-                wait([process.sentinel for process in processes], timeout=delay)
-                return False
-    finally:
-        for process in processes:
-            if ended < RANKS:
-                os.kill(process.pid, signal.SIGKILL)
-            process.join()
-        receiver.close()
-    return True
+from tests.support.checkpoint_kills import RANKS, run_until_killed
+from tests.support.checkpoints import names, save_state, save_with
+from tests.support.grids import full, metric_lines, train_in_rank
 
 
 @pytest.mark.parametrize(
     ("async_save", "kills"),
-    [
-        ("true", 4),
-        pytest.param("true", 10, marks=pytest.mark.full),  # background saves have more ways to fail
-        pytest.param("false", 5, marks=pytest.mark.full),
-    ],
+    [("true", 4), full("true", 10), full("false", 5)],  # background saves have more ways to fail
 )
 def test_run_killed_during_saves_resumes_from_newest_committed(ranks, tiny, tmp_path, async_save, kills):
     options = (f"checkpoint.async_save={async_save}", "optim.schedule_steps=1000", "model.dropout=0.1")
@@ -115,37 +51,27 @@ def test_run_killed_during_saves_resumes_from_newest_committed(ranks, tiny, tmp_
     lines = [(line["step"], (line["loss"], line["grad_norm"])) for line in metric_lines(run_dir)]
     assert {step for step, _ in lines} == set(expected)
     assert [line for line in lines if line[1] != expected[line[0]]] == []
-    kept = {f"step_{step:08d}" for step in (steps + 1, steps + 2)}
-    assert {path.name for path in (run_dir / "checkpoints").iterdir()} == kept
-    files = {
-        "checkpoints",
-        "config.yaml",
-        "configs",
-        "lock",
-        "loss.png",
-        "metrics.jsonl",
-        "starts.jsonl",
-        "verified.json",
-    }
-    assert {path.name for path in run_dir.iterdir()} == files
+    assert names(run_dir) == [f"step_{step:08d}" for step in (steps + 1, steps + 2)]
+    assert sorted(path.name for path in run_dir.iterdir()) == [
+        *("checkpoints", "config.yaml", "configs", "lock", "loss.png", "metrics.jsonl", "starts.jsonl", "verified.json")
+    ]
 
 
 def save_until_killed(run_dir, operation):
     """Save three checkpoints in a process that is killed before or after file operation number ``operation``."""
     import torch.distributed as dist
 
-    count = 0
+    calls = itertools.count(1)
+
+    def kill_if_reached():
+        if next(calls) == operation:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def count_calls(function):
         def call(*args, **kwargs):
-            nonlocal count
-            count += 1
-            if count == operation:
-                os.kill(os.getpid(), signal.SIGKILL)
+            kill_if_reached()
             result = function(*args, **kwargs)
-            count += 1
-            if count == operation:
-                os.kill(os.getpid(), signal.SIGKILL)
+            kill_if_reached()
             return result
 
         return call
@@ -155,11 +81,10 @@ def save_until_killed(run_dir, operation):
     save_state(GridSizes(), False, run_dir, (1, 2, 3), keep=1, async_save=operation % 2 == 0)
 
 
-@pytest.mark.parametrize("step", [17, pytest.param(7, marks=pytest.mark.full)])
+@pytest.mark.parametrize("step", [17, full(7)])
 def test_save_killed_at_any_operation_keeps_the_newest_committed(ranks, tmp_path, step):
-    operation, seen = 0, set()
-    while True:
-        operation += step
+    seen = set()
+    for operation in itertools.count(step, step):
         run_dir = tmp_path / str(operation)
         process = ranks.context.Process(target=save_until_killed, args=(run_dir, operation), daemon=True)
         process.start()
@@ -173,14 +98,6 @@ def test_save_killed_at_any_operation_keeps_the_newest_committed(ranks, tmp_path
         if process.exitcode == 0:
             break
         assert process.exitcode == -signal.SIGKILL
-        assert save_again(ranks, run_dir) == ["step_00000004"], "files leak"
+        ranks.run(1, save_with, run_dir, (4,), {"keep": 1})
+        assert names(run_dir) == ["step_00000004"], "files leak"
     assert seen == {0, 1, 2, 3} and operation > 70
-
-
-def save_again(ranks, run_dir):
-    ranks.run(1, save_once_more, run_dir)
-    return [path.name for path in (run_dir / "checkpoints").iterdir()]
-
-
-def save_once_more(run_dir):
-    save_state(GridSizes(), False, run_dir, (4,), keep=1)

@@ -4,31 +4,21 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from gpt4d import generate, starts
 from gpt4d.checkpoint import checkpoint_dir
-from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import ConfigError
+from tests.support.checkpoints import equal, tensors_of
+from tests.support.commands import wrong_messages
 from tests.support.grids import metric_lines, train_in_rank
 from tests.support.rank_pool import RankFailure
 
 
 @pytest.fixture
-def source(ranks, tiny):
+def source(ranks, tiny, tmp_path):
     """Return the directory of a run with averaged weights."""
-    config = tiny("train.steps=3", "optim.ema_decay=0.5")
-    ranks.run(1, train_in_rank, config)
-    return Path(config.run.dir).rename(Path(config.run.dir).with_name("source"))
-
-
-def tensors(run_dir, prefix):
-    files = Checkpoint.open(Path(run_dir)).files
-    return {name.removeprefix(prefix): files.global_tensor(name) for name in files.tensors if name.startswith(prefix)}
-
-
-def equal(left, right):
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    ranks.run(1, train_in_rank, tiny("train.steps=3", "optim.ema_decay=0.5", f"run.dir={tmp_path / 'source'}"))
+    return tmp_path / "source"
 
 
 def test_a_run_starts_from_averaged_weights_on_any_grid_and_later_resumes_from_its_own(ranks, tiny, source):
@@ -36,12 +26,12 @@ def test_a_run_starts_from_averaged_weights_on_any_grid_and_later_resumes_from_i
     settings = [f"checkpoint.init={source}", "optim.lr=0", "optim.ema_decay=0.9", "train.batch_size=8"]
     config = tiny(*settings, "train.steps=2", "parallel.gx=2", "parallel.pipeline.stages=2")
     ranks.run(4, train_in_rank, config)
-    averages = tensors(source, "extra.average.")
-    assert averages and not equal(averages, tensors(source, "model."))
-    assert equal(tensors(config.run.dir, "model."), averages)
-    assert equal(tensors(config.run.dir, "extra.average."), averages)
+    averages = tensors_of(source, "extra.average.")
+    assert averages and not equal(averages, tensors_of(source, "model."))
+    assert equal(tensors_of(config.run.dir, "model."), averages)
+    assert equal(tensors_of(config.run.dir, "extra.average."), averages)
     assert [line["step"] for line in metric_lines(config.run.dir)] == [1, 2]
-    assert all(moment.abs().max() < 1 for moment in tensors(config.run.dir, "optim.").values())
+    assert all(moment.abs().max() < 1 for moment in tensors_of(config.run.dir, "optim.").values())
 
     shutil.rmtree(source)  # the run does not need it any more
     ranks.run(1, train_in_rank, tiny(*settings, "train.steps=3"))
@@ -52,26 +42,19 @@ def test_a_run_starts_from_averaged_weights_on_any_grid_and_later_resumes_from_i
         checkpoint_dir.check_run(tiny(*settings[1:], "train.steps=4"))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ["model.hidden=48"],
-            r"model\.hidden=48: the checkpoint .* has 24; use that value or set another checkpoint\.init",
-        ),
+def test_weights_that_do_not_fit_are_rejected_before_anything_starts(ranks, tiny, source):
+    unfit = "; use that value or set another checkpoint.init"
+    cases = [
+        (["model.hidden=48"], f"^model.hidden=48: the checkpoint {source}/checkpoints/step_00000003 has 24{unfit}"),
         (["checkpoint.init=/nowhere"], "/nowhere: neither a checkpoint nor a run with checkpoints"),
-        (["model=llama_tiny"], r"model=llama: the checkpoint .* is of family gpt2; .* or set another checkpoint\.init"),
-    ],
-)
-def test_weights_that_do_not_fit_are_rejected_before_anything_starts(tiny, source, overrides, message):
-    with pytest.raises(ConfigError, match=message):
-        checkpoint_dir.check_run(tiny(f"checkpoint.init={source}", *overrides))
-
-
-def test_another_tokenizer_is_rejected_with_the_one_to_use(ranks, tiny, source):
+        (["model=llama_tiny"], f"^model=llama: the checkpoint {source}/checkpoints/step_00000003 is of family gpt2; "),
+        (["model=llama_tiny"], " or set another checkpoint.init"),
+    ]
+    init = f"checkpoint.init={source}"
+    assert not wrong_messages(cases, lambda overrides: checkpoint_dir.check_run(tiny(init, *overrides)))
     expected = rf"another tokenizer; .*, such as data\.tokenizer={source}/checkpoints/step_00000003/tokenizer\.json, or"
     with pytest.raises(RankFailure, match=expected):
-        ranks.run(1, train_in_rank, tiny(f"checkpoint.init={source}", "data.tokenizer_vocab=280"))
+        ranks.run(1, train_in_rank, tiny(init, "data.tokenizer_vocab=280"))
 
 
 def test_an_exported_model_is_not_taken_for_a_checkpoint(tmp_path):

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from gpt4d.config import GridSizes
-from tests.checkpoint import save_state, save_steps
+from tests.support.checkpoints import names, save_state, save_steps
 from tests.support.rank_pool import RankFailure
 
 
 def test_newest_checkpoints_and_milestones_are_kept(ranks, tmp_path):
-    names = save_steps(ranks, tmp_path, (5, 10, 15, 20, 25), keep=2, keep_every=10)
-    assert names == ["step_00000010", "step_00000020", "step_00000025"]
+    saved = save_steps(ranks, tmp_path, (5, 10, 15, 20, 25), keep=2, keep_every=10)
+    assert saved == ["step_00000010", "step_00000020", "step_00000025"]
     assert save_steps(ranks, tmp_path, (100_000_000,), keep=1) == ["step_100000000"]
 
 
@@ -39,23 +39,18 @@ def save_recorded(run_dir):
     """Save twice on a rank. Returns the paths that are synced, renamed and removed, in order."""
     operations = []
 
-    def record(module, name, label):
-        original = getattr(module, name)
-
+    def record(original, label):
         def call(first, *args, **kwargs):
             path = os.readlink(f"/proc/self/fd/{first}") if isinstance(first, int) else str(first)
             operations.append((label, Path(path).name))
             return original(first, *args, **kwargs)
 
-        setattr(module, name, call)
-        return lambda: setattr(module, name, original)
+        return call
 
-    undo = [record(os, "fsync", "sync"), record(os, "rename", "rename"), record(shutil, "rmtree", "remove")]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name, label in ((os, "fsync", "sync"), (os, "rename", "rename"), (shutil, "rmtree", "remove")):
+            patch.setattr(module, name, record(getattr(module, name), label))
         save_state(GridSizes(), False, run_dir, (1, 2), keep=1)
-    finally:
-        for restore in undo:
-            restore()
     return operations
 
 
@@ -68,12 +63,9 @@ def test_files_are_synced_before_the_rename_and_removal_comes_last(ranks, tmp_pa
     assert second[second.index(("sync", partial)) - 1] == ("sync", "manifest.json")
     ending = second[second.index(("sync", partial)) :]
     assert ending[:5] == [
-        ("sync", partial),
-        ("rename", partial),
-        ("sync", "checkpoints"),
-        ("rename", "step_00000001"),
+        ("sync", partial), ("rename", partial), ("sync", "checkpoints"), ("rename", "step_00000001"),
         ("remove", "step_00000001.removed"),
-    ]
+    ]  # fmt: skip
 
 
 def save_while_it_is_read(run_dir, name):
@@ -88,25 +80,17 @@ def save_while_it_is_read(run_dir, name):
             raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
         return unlink(path, *args, **kwargs)
 
-    os.unlink = refuse
-    warnings = io.StringIO()
-    try:
-        with redirect_stderr(warnings):
-            save_state(GridSizes(), False, run_dir, (1, 2, 3, 4), keep=1)
-    finally:
-        os.unlink = unlink
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(io.StringIO()) as warnings:
+        patch.setattr(os, "unlink", refuse)
+        save_state(GridSizes(), False, run_dir, (1, 2, 3, 4), keep=1)
     return warnings.getvalue().splitlines()
 
 
 def test_runs_go_on_if_an_old_checkpoint_cannot_be_removed(ranks, tmp_path):
     warnings = ranks.run(1, save_while_it_is_read, tmp_path, "step_00000002")[0]
-    assert all(
-        re.fullmatch(r"warning: \S+step_00000002(\.removed)? cannot be removed \(Device or resource busy\) .*", line)
-        for line in warnings
-    )
-    assert len(warnings) == 2
-    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
-    assert names == {"step_00000002.removed", "step_00000004"}
+    warning = r"warning: \S+step_00000002(\.removed)? cannot be removed \(Device or resource busy\) .*"
+    assert len(warnings) == 2 and all(re.fullmatch(warning, line) for line in warnings)
+    assert names(tmp_path) == ["step_00000002.removed", "step_00000004"]
     left = tmp_path / "checkpoints" / "step_00000002.removed"
     assert [path.name for path in left.iterdir()] == ["rank_00000.bin"], "everything else is removed"
     assert save_steps(ranks, tmp_path, (5,), keep=1) == ["step_00000005"]

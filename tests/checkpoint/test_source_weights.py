@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from gpt4d.checkpoint import importer
 from gpt4d.checkpoint.__main__ import main
 from gpt4d.config import ConfigError
-from tests.checkpoint.test_exporter_llama import MODEL, save
+from tests.support.checkpoint_sources import MODEL, change_config, save
 
 QUERY = "model.layers.0.self_attn.q_proj.weight"
+DTYPE = rf"{QUERY} has dtype \w+; use a model whose weights are F64, F32, BF16 or F16"
 
 
 @pytest.fixture(scope="module")
@@ -34,72 +35,65 @@ def import_(source):
     importer.import_model(str(source), source.parent / "run", "none")
 
 
+def assert_rejected(source, message):
+    """Assert that the import ends with a message of one line, and leaves no files."""
+    with pytest.raises(ConfigError, match=message):
+        import_(source)
+    assert [path.name for path in source.parent.iterdir()] == ["source"]
+
+
 def change_tensors(source, change):
     tensors = load_file(source / "model.safetensors")
     change(tensors)
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
 
 
-def change_config(source, **values):
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, **values}))
+def change_query(source, change):
+    change_tensors(source, lambda tensors: tensors.update({QUERY: change(tensors[QUERY])}))
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float8_e4m3fn, torch.int8, torch.int64, torch.bool, torch.complex64], ids=lambda d: str(d)[6:]
-)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.int64, torch.bool, torch.complex64], ids=str)
 def test_tensors_of_other_dtypes_are_rejected(source, dtype):
-    change_tensors(source, lambda tensors: tensors.update({QUERY: tensors[QUERY].to(dtype)}))
-    with pytest.raises(
-        ConfigError, match=rf"{QUERY} has dtype \w+; use a model whose weights are F64, F32, BF16 or F16"
-    ):
-        import_(source)
-    assert [path.name for path in source.parent.iterdir()] == ["source"]
+    change_query(source, lambda query: query.to(dtype))
+    assert_rejected(source, DTYPE)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_tensors_of_floating_dtypes_are_imported(source, dtype):
-    change_tensors(source, lambda tensors: tensors.update({QUERY: tensors[QUERY].to(dtype)}))
+    change_query(source, lambda query: query.to(dtype))
     import_(source)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e300])
 def test_values_that_are_not_finite_in_float32_are_rejected(source, value):
-    change_tensors(
-        source, lambda tensors: tensors.update({QUERY: tensors[QUERY].double().index_fill_(0, torch.tensor(1), value)})
-    )
-    with pytest.raises(ConfigError, match=f"{QUERY} has values that are not finite in float32"):
-        import_(source)
-    assert [path.name for path in source.parent.iterdir()] == ["source"]
+    change_query(source, lambda query: query.double().index_fill_(0, torch.tensor(1), value))
+    assert_rejected(source, f"{QUERY} has values that are not finite in float32")
 
 
 @pytest.mark.parametrize("suffix", ["weight_scale_inv", "weight_scale", "SCB", "qweight"])
 def test_a_quantized_model_is_rejected(source, suffix):
     name = f"{QUERY.removesuffix('weight')}{suffix}"
     change_tensors(source, lambda tensors: tensors.update({name: torch.ones(4)}))
-    with pytest.raises(ConfigError, match=f"{name} belongs to quantized weights; use the model that it was"):
-        import_(source)
+    assert_rejected(source, f"{name} belongs to quantized weights; use the model that it was")
     change_config(source, quantization_config={"quant_method": "fp8"})
-    with pytest.raises(ConfigError, match=r"config\.json has a quantization_config; use the model that it was"):
-        import_(source)
+    assert_rejected(source, r"config\.json has a quantization_config; use the model that it was")
 
 
 def test_unknown_tensors_are_rejected_by_name(source):
     change_tensors(source, lambda tensors: tensors.update({"model.layers.7.mlp.up_proj.weight": torch.ones(4)}))
-    with pytest.raises(ConfigError, match=r"model\.layers\.7\.mlp\.up_proj\.weight is not a tensor of a model"):
-        import_(source)
+    assert_rejected(source, r"model\.layers\.7\.mlp\.up_proj\.weight is not a tensor of a model")
 
 
 def test_buffers_and_a_copy_of_the_tied_head_are_allowed_and_another_head_is_not(source):
-    buffers = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.ones(4) for n in range(2)}
-    change_tensors(
-        source,
-        lambda tensors: tensors.update({**buffers, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}),
-    )
+    def add(tensors):
+        tensors |= {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.ones(4) for n in range(2)}
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    change_tensors(source, add)
     import_(source)
+    shutil.rmtree(source.parent / "run")
     change_tensors(source, lambda tensors: tensors["lm_head.weight"].add_(1))
-    with pytest.raises(ConfigError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight, but config"):
-        import_(source)
+    assert_rejected(source, r"lm_head\.weight differs from model\.embed_tokens\.weight, but config")
 
 
 def test_a_base_model_that_was_saved_without_its_head_is_imported(source):
@@ -114,27 +108,25 @@ def test_a_base_model_that_was_saved_without_its_head_is_imported(source):
 def test_the_index_decides_which_file_a_tensor_is_in_and_without_one_every_name_is_unique(source):
     other = load_file(source / "model.safetensors")
     save_file({name: tensor + 1 for name, tensor in other.items()}, source / "other.safetensors")
-    with pytest.raises(ConfigError, match=r"model\.safetensors and other\.safetensors both have .*; remove one file"):
-        import_(source)
+    assert_rejected(source, r"model\.safetensors and other\.safetensors both have .*; remove one file")
     index = source / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(other, "model.safetensors")}))
     import_(source)
 
 
 @pytest.mark.parametrize(
-    ("index", "message"),
+    ("files", "message"),
     [
-        ({"weight_map": {QUERY: "../model.safetensors"}}, "is not a file name in this directory"),
-        ({"weight_map": {QUERY: 3}}, "is not a file name in this directory"),
-        ({"weight_map": []}, "not a readable index"),
-        ({"weight_map": {QUERY: "away.safetensors"}}, r"away\.safetensors: missing, or not a regular file"),
-        ({"weight_map": {"other": "model.safetensors"}}, r"model\.safetensors: lacks other, which .* places there"),
+        ({QUERY: "../model.safetensors"}, "is not a file name in this directory"),
+        ({QUERY: 3}, "is not a file name in this directory"),
+        ([], "not a readable index"),
+        ({QUERY: "away.safetensors"}, r"away\.safetensors: missing, or not a regular file"),
+        ({"other": "model.safetensors"}, r"model\.safetensors: lacks other, which .* places there"),
     ],
 )
-def test_an_index_that_does_not_match_the_files_is_rejected(source, index, message):
-    (source / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ConfigError, match=message):
-        import_(source)
+def test_an_index_that_does_not_match_the_files_is_rejected(source, files, message):
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    assert_rejected(source, message)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
@@ -159,12 +151,9 @@ def test_a_pipe_is_rejected_instead_of_read(source, name):
 )
 def test_impossible_settings_are_rejected_as_those_of_a_configuration(source, values, message):
     change_config(source, **values)
-    with pytest.raises(ConfigError, match=message):
-        import_(source)
-    assert [path.name for path in source.parent.iterdir()] == ["source"]
+    assert_rejected(source, message)
 
 
 def test_deeply_nested_settings_are_one_line(source):
     (source / "config.json").write_text("[" * 100_000)
-    with pytest.raises(ConfigError, match=r"no readable config\.json \(maximum recursion depth"):
-        import_(source)
+    assert_rejected(source, r"no readable config\.json \(maximum recursion depth")

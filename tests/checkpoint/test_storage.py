@@ -13,8 +13,8 @@ from gpt4d.checkpoint.saving import Saver
 from gpt4d.config import CheckpointConfig, ConfigError, GridSizes
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layout import Layout, ParameterSpec
-from tests.checkpoint import DOCUMENTS, MODEL, STATES, build, meta, save_state
-from tests.support.grids import build_model, global_tensor, grid_name
+from tests.support.checkpoints import DOCUMENTS, MODEL, STATES, build, meta, save_state
+from tests.support.grids import build_model, full, global_tensor, grid_name
 from tests.support.rank_pool import RankFailure
 
 
@@ -95,19 +95,17 @@ def test_any_grid_reads_bit_by_bit_what_another_wrote(ranks, tmp_path):
     check()
 
 
-@pytest.mark.parametrize("writer", [GridSizes(2, 2, 2), GridSizes(1, 1, 1, 4)], ids=grid_name)
+@pytest.mark.parametrize("writer", [full(GridSizes(2, 2, 2)), GridSizes(1, 1, 1, 4)], ids=grid_name)
 def test_files_hold_each_value_of_each_tensor_once(ranks, tmp_path, writer):
     ranks.run(writer.devices, save_state, writer, False, tmp_path)
     files = Checkpoint.open(tmp_path).files
-    parameters = {n for n, _ in build_model(MODEL, GridSizes()).named_parameters()}
-    expected = {f"model.{n}" for n in parameters}
-    expected |= {f"optim.{n}.{k}" for n in parameters for k in STATES}
-    assert files.tensors.keys() == expected
+    expected = expected_tensors()
+    assert files.tensors.keys() == expected.keys()
     assert [tensor.problem() for tensor in files.tensors.values() if tensor.problem()] == []
     on_disk = sum(path.stat().st_size for path in files.directory.glob("rank_*.bin"))
     values = sum(tensor.nbytes for tensor in files.tensors.values())
     assert on_disk == pytest.approx(values, rel=0.1)  # the rest is alignment padding
-    for name, tensor in expected_tensors().items():
+    for name, tensor in expected.items():
         assert torch.equal(files.global_tensor(name), tensor)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gpt4d.config import ConfigError, DataConfig, check_data
+from gpt4d.config import DataConfig, check_data
 from gpt4d.data import encoding, preparation, prepare, tokenizers
 from gpt4d.data.chat_template import ChatEncoder
 from gpt4d.data.conversations import Conversation, parse
@@ -22,6 +22,7 @@ from tests.support.chat import (
     write_lines,
     write_tokenizer,
 )
+from tests.support.data_files import one_line
 from tests.support.settings import configured
 
 
@@ -32,10 +33,8 @@ def directory(tmp_path_factory):
 
 @pytest.fixture
 def config(directory, tmp_path):
-    cache = str(tmp_path / "cache")
-    return DataConfig(
-        "chat", "chat", None, tokenizer=str(directory), tokenizer_vocab=None, processes=1, cache_dir=cache
-    )
+    paths = {"tokenizer": str(directory), "cache_dir": str(tmp_path / "cache")}
+    return DataConfig("chat", "chat", None, tokenizer_vocab=None, validation_fraction=0, processes=1, **paths)
 
 
 def test_the_project_has_200_conversations_with_alternating_roles_and_without_repetitions():
@@ -105,7 +104,7 @@ def test_tokens_and_masks_equal_those_of_transformers(directory, template):
 def test_a_template_is_found_where_transformers_looks(directory, config, tmp_path):
     bare = write_tokenizer(tmp_path / "bare", template=None)
     config = replace(config, path=str(write_lines(tmp_path / "a.jsonl", [{"messages": conversations(1)[0]}] * 9)))
-    expected = prepare.prepare(replace(config, validation_fraction=0), tmp_path / "expected")
+    expected = prepare.prepare(config, tmp_path / "expected")
     settings = json.loads((bare / "tokenizer_config.json").read_text())
     named = settings | {"chat_template": [{"name": "other", "template": ""}, {"name": "default", "template": TEMPLATE}]}
     places = {
@@ -116,13 +115,12 @@ def test_a_template_is_found_where_transformers_looks(directory, config, tmp_pat
         before = (bare / "tokenizer_config.json").read_bytes()
         (bare / name).write_text(content)
         own = str(bare / name) if name == "own.jinja" else None
-        given = replace(config, tokenizer=str(bare), chat_template=own, validation_fraction=0)
-        files = prepare.prepare(given, tmp_path / name)
+        files = prepare.prepare(replace(config, tokenizer=str(bare), chat_template=own), tmp_path / name)
         assert files.tokens("train")[:].tolist() == expected.tokens("train")[:].tolist()
         assert name != "own.jinja" or (files.directory / tokenizers.TEMPLATE).read_text() == TEMPLATE
         (bare / name).unlink()
         (bare / "tokenizer_config.json").write_bytes(before)
-    with pytest.raises(ConfigError, match=r"data\.tokenizer=.*bare: it has no chat template; set data\.chat_template"):
+    with one_line(r"data\.tokenizer=.*bare: it has no chat template; set data\.chat_template"):
         prepare.prepare(replace(config, tokenizer=str(bare)), tmp_path / "none")
 
 
@@ -155,20 +153,20 @@ def test_parts_processes_and_batches_do_not_change_tokens_and_masks(config, tmp_
         digests.append([(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in paths])
     assert digests[0] == digests[1]
     (files.directory / "train_00000.msk").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"train_00000\.msk: 0 bytes long"):
+    with one_line(r"train_00000\.msk: 0 bytes long"):
         prepare.main([f"verify={files.directory}"])
 
 
 def test_another_mask_or_another_limit_of_conversations_is_other_data(config, tmp_path):
     first, second = [user("alpha"), assistant("beta")], [user("gamma"), assistant("delta")]
-    fingerprints, tokens = set(), set()
+    fingerprints, tokens, two = set(), set(), [first, second]
     for name, rows, train_on in (
-        ("two", [first, second], "assistant"),
-        ("all", [first, second], "all"),
+        ("two", two, "assistant"),
+        ("all", two, "all"),
         ("one", [first + second], "assistant"),
     ):
         path = write_lines(tmp_path / f"{name}.jsonl", [{"messages": messages} for messages in rows])
-        given = replace(config, path=str(path), train_on=train_on, validation_fraction=0)
+        given = replace(config, path=str(path), train_on=train_on)
         found = prepare.corpus(given)
         fingerprints.add(found.fingerprint())
         tokens.add(found.first.tokens("train")[:].tobytes())
@@ -183,10 +181,7 @@ MISTAKES = {  # a line that is wrong, and the error
     "no role": ({"messages": [{"text": "a"}]}, r"messages\[0\] has no text in role and content \(here: text\); use"),
     "no text": ({"messages": [user("a"), assistant(3)]}, r"messages\[1\] has no text in role and content"),
     "half a prompt": ({"prompt": 3, "completion": "a"}, r"prompt is neither a text nor a list of messages"),
-    "no answer": (
-        {"messages": [user("alpha")]},
-        r"a conversation without an answer; remove it, or set data\.skip_empty",
-    ),
+    "no answer": ({"messages": [user("alpha")]}, r"a conversation without an answer; remove .* data\.skip_empty"),
     "an empty answer": ({"messages": [user("alpha"), assistant(" ")]}, r"a conversation without an answer"),
     "half a character": ({"messages": [user("\ud800"), assistant("a")]}, r"is half of a surrogate pair"),
 }
@@ -196,14 +191,13 @@ MISTAKES = {  # a line that is wrong, and the error
 def test_the_error_for_a_wrong_line_names_file_line_and_remedy(config, tmp_path, name):
     row, message = MISTAKES[name]
     path = write_lines(tmp_path / "a.jsonl", [GOOD, row])
-    with pytest.raises(ConfigError, match=re.escape(f"{path}:2: ") + ".*" + message) as raised:
+    with one_line(re.escape(f"{path}:2: ") + ".*" + message):
         prepare.prepare(replace(config, path=str(path)), tmp_path / "out")
-    assert "\n" not in str(raised.value)
 
 
 def test_conversations_without_an_answer_are_skipped_on_request(config, tmp_path):
     rows = [GOOD, {"messages": [user("alpha")]}, GOOD]
-    config = replace(config, path=str(write_lines(tmp_path / "a.jsonl", rows)), validation_fraction=0, skip_empty=True)
+    config = replace(config, path=str(write_lines(tmp_path / "a.jsonl", rows)), skip_empty=True)
     assert prepare.prepare(config, tmp_path / "out").count("train", "documents") == 2
 
 
@@ -214,19 +208,15 @@ THINKING = "{% for m in messages %}{% if loop.last %}(thinks){% endif %}{{ m.con
     ("template", "message"),
     [
         (THINKING, r"the chat template renders message 1 differently if more messages follow; set"),
-        (
-            "{{ raise_exception('no system') }}",
-            r"the chat template cannot render the conversation \(no system\); correct",
-        ),
+        ("{{ raise_exception('no system') }}", r"the chat template cannot render .* \(no system\); correct"),
         ("{% for", r"the chat template cannot render the conversation \(.*\); correct the line, or set data\.chat"),
         ("{{ messages[0].content }}", r"the chat template renders no token to train on"),
     ],
 )
 def test_the_error_for_a_template_that_shows_no_turns_names_the_line(directory, template, message):
     messages = [user("alpha"), assistant("beta"), user("gamma"), assistant("delta")]
-    with pytest.raises(ConfigError, match=f"a.jsonl:1: {message}") as raised:
+    with one_line(f"a.jsonl:1: {message}"):
         encoder(directory, template).encode(Conversation(messages), "a.jsonl:1")
-    assert "\n" not in str(raised.value)
 
 
 def test_settings_of_conversations_are_checked_before_they_are_read(tmp_path):
@@ -235,14 +225,14 @@ def test_settings_of_conversations_are_checked_before_they_are_read(tmp_path):
         ([], r"data\.tokenizer=null: conversations need the tokenizer of the model"),
         (["data.tokenizer=gpt2", "data.chat_template=none.jinja"], r"data\.chat_template=none\.jinja: no such file"),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with one_line(message):
             check_data(configured(["data=chat", f"data.path={path}", *overrides]).data, "gpt_tiny")
 
 
 def test_a_blend_has_either_conversations_or_text(config, corpus, tmp_path):
-    chat = replace(config, path=str(write_lines(tmp_path / "a.jsonl", [GOOD])), validation_fraction=0)
+    chat = replace(config, path=str(write_lines(tmp_path / "a.jsonl", [GOOD])))
     prepare.prepare(chat, tmp_path / "chat")
     prepare.prepare(replace(chat, source="text", path=corpus), tmp_path / "text")
     blend = {str(tmp_path / "text"): 1, str(tmp_path / "chat"): 1}
-    with pytest.raises(ConfigError, match=r"data\.blend: .*chat has conversations and .*text has text; blend one kind"):
+    with one_line(r"data\.blend: .*chat has conversations and .*text has text; blend one kind"):
         prepare.corpus(replace(chat, source="blend", blend=blend, tokenizer_vocab=300))

@@ -1,15 +1,13 @@
 """Megatron's files give its tokens, documents and samples, and errors name the file."""
 
 import json
-import struct
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from gpt4d.config import ConfigError, DataConfig, check_data
+from gpt4d.config import DataConfig, check_data
 from gpt4d.data import prepare, tokenizers
 from gpt4d.data.megatron import megatron_files
 from gpt4d.data.megatron_index import Index
@@ -17,31 +15,9 @@ from gpt4d.data.sampler import DocumentSequences, Sequences
 from gpt4d.data.sources import is_held_out
 from gpt4d.dry_run import report
 from gpt4d.validation import validate
-from tests.support.grids import metric_lines, train_in_rank
+from tests.support.data_files import END, blend_of, documents_of, one_line, random_documents, write
+from tests.support.grids import full, metric_lines, train_in_rank
 from tests.support.rank_pool import RankFailure
-
-CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float64": 6, "float32": 7, "uint16": 8}
-END = 259
-
-
-def write(prefix, documents, dtype="uint16", sentences=1):
-    """Write documents as Megatron's tools/preprocess_data.py does, each split into ``sentences`` sequences."""
-    sequences = [part for ids in documents for part in np.array_split(np.array(ids, dtype), sentences)]
-    lengths = np.array([len(part) for part in sequences], "<i4")
-    pointers = (np.cumsum(lengths, dtype="<i8") - lengths) * np.dtype(dtype).itemsize
-    firsts = np.arange(len(documents) + 1, dtype="<i8") * sentences
-    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, CODES[dtype], len(sequences), len(firsts))
-    prefix.with_suffix(".idx").write_bytes(
-        header + lengths.tobytes() + pointers.astype("<i8").tobytes() + firsts.tobytes()
-    )
-    prefix.with_suffix(".bin").write_bytes(b"".join(part.tobytes() for part in sequences))
-    return str(prefix)
-
-
-def random_documents(seed=0, count=60, vocabulary=259, end=(END,)):
-    draw = np.random.default_rng(seed)
-    lengths = [0, 1, *draw.integers(1, 90, count - 2).tolist()]
-    return [[*draw.integers(0, vocabulary, length).tolist(), *end] for length in lengths]
 
 
 def concatenated(documents):
@@ -98,7 +74,7 @@ def test_the_files_are_mapped_and_the_second_start_does_not_read_them(config, tm
     assert isinstance(files.tokens("train").parts[0].base, np.memmap)
     size = sum(path.stat().st_size for path in files.directory.iterdir() if path.suffix != ".json")
     assert size <= 8 * 60 + 16 * 60
-    monkeypatch.setattr("gpt4d.data.megatron._read", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr("gpt4d.data.sources.is_held_out", lambda *_: pytest.fail("read again"))
     assert megatron_files(config, prefix).checksums() == files.checksums()
 
 
@@ -120,22 +96,10 @@ DAMAGES = {
     "another file": (lambda idx, bin: patch(idx, 0, b"TNTIDX"), r"a\.idx: not the index of a Megatron dataset; make"),
     "version 2": (lambda idx, bin: patch(idx, 9, b"\x02"), r"a\.idx: version 2 of the format, and only version 1"),
     "no dtype": (lambda idx, bin: patch(idx, 17, b"\x09"), r"a\.idx: dtype code 9 is not between 1 and 8; make both"),
-    "floats": (
-        lambda idx, bin: patch(idx, 17, b"\x07"),
-        r"a\.idx: dtype code 7 means float32, but tokens are integers",
-    ),
-    "a short .bin": (
-        lambda idx, bin: cut(bin, -2),
-        r"a\.bin: truncated, [\d,]+ bytes, but .*a\.idx states [\d,]+; make",
-    ),
-    "a longer sequence": (
-        lambda idx, bin: patch(idx, LENGTHS, b"\x07"),
-        r"a\.idx: damaged, its sequences are not consecutive",
-    ),
-    "a lost document": (
-        lambda idx, bin: patch(idx, 1242 - 8, b"\x01"),
-        r"a\.idx: damaged, its documents do not contain",
-    ),
+    "floats": (lambda idx, _: patch(idx, 17, b"\x07"), r"a\.idx: dtype code 7 means float32, but tokens are integers"),
+    "a short .bin": (lambda _, bin: cut(bin, -2), r"a\.bin: truncated, [\d,]+ bytes, but .*a\.idx states [\d,]+; make"),
+    "a longer sequence": (lambda idx, _: patch(idx, LENGTHS, b"\x07"), "a.idx: damaged, its sequences are not consec"),
+    "a lost document": (lambda idx, _: patch(idx, 1242 - 8, b"\x01"), "a.idx: damaged, its documents do not contain"),
 }
 
 
@@ -144,111 +108,93 @@ def test_files_that_cannot_be_used_are_reported_in_one_line(config, tmp_path, da
     prefix = write(tmp_path / "a", random_documents())
     change, message = DAMAGES[damage]
     change(tmp_path / "a.idx", tmp_path / "a.bin")
-    with pytest.raises(ConfigError, match=message) as raised:
+    with one_line(message):
         megatron_files(config, prefix)
-    assert "\n" not in str(raised.value) and not (tmp_path / "cache").exists()
+    assert not (tmp_path / "cache").exists()
 
 
 def test_tokens_outside_a_vocabulary_are_rejected(config, tmp_path):
     prefix = write(tmp_path / "a", [[1, 2, 299], [3]])
     assert megatron_files(config, prefix).header["largest"] == 299
-    with pytest.raises(
-        ConfigError, match=r"a\.bin: its largest token is 299, and data\.tokenizer_vocab=299; set model\.v"
-    ):
-        megatron_files(replace(config, tokenizer_vocab=299), prefix)
     (tmp_path / "tokenizer.json").write_text(tokenizers.train(["alpha beta " * 100], 258).to_str())
-    given = str(tmp_path / "tokenizer.json")
-    with pytest.raises(ConfigError, match=r"it has 258 tokens, and the largest token of .*a\.bin is 299; use"):
-        megatron_files(replace(config, tokenizer=given), prefix)
-    with pytest.raises(ConfigError, match=r"b\.bin: one of its tokens is -1; make the file again"):
-        megatron_files(config, write(tmp_path / "b", [[1], [2, -1]], "int32"))
+    for changes, message in (
+        ({"tokenizer_vocab": 299}, r"a\.bin: its largest token is 299, and data\.tokenizer_vocab=299; set model\.v"),
+        ({"tokenizer": str(tmp_path / "tokenizer.json")}, r"it has 258 tokens, and the largest .*a\.bin is 299; use"),
+    ):
+        with one_line(message):
+            megatron_files(replace(config, **changes), prefix)
 
 
-@pytest.mark.parametrize(
-    ("documents", "fraction", "message"),
-    [
+def test_files_without_a_token_to_train_on_are_rejected(config, tmp_path):
+    for documents, fraction, message in (
         ([], 0.0, r"a\.bin: there is no token to train on"),
         ([[], []], 0.0, r"a\.bin: there is no token to train on"),
         ([[1], [2]], 0.9999, r"a: every document is held out; set data\.validation_fraction=0"),
-    ],
-)
-def test_files_without_a_token_to_train_on_are_rejected(config, tmp_path, documents, fraction, message):
-    with pytest.raises(ConfigError, match=message):
-        megatron_files(replace(config, validation_fraction=fraction), write(tmp_path / "a", documents))
+        ([[1], [2, -1]], 0.2, r"a\.bin: one of its tokens is -1; make the file again"),
+    ):
+        with one_line(message):
+            megatron_files(replace(config, validation_fraction=fraction), write(tmp_path / "a", documents, "int32"))
 
 
-def test_a_path_that_is_no_prefix_is_rejected_before_a_process_group_exists(config, tmp_path):
+def test_settings_that_do_not_fit_are_rejected_before_a_process_group_exists(config, tiny, tmp_path):
     prefix = write(tmp_path / "a", random_documents())
     check_data(replace(config, path=prefix), "gpt_tiny")
-    with pytest.raises(
-        ConfigError, match=rf"data\.path={prefix}\.bin: there is no .*a\.bin\.idx; set data\.path={prefix}$"
+    for path, message in (
+        (f"{prefix}.bin", rf"data\.path={prefix}\.bin: there is no .*a\.bin\.idx; set data\.path={prefix}$"),
+        ("nowhere", r"data\.path=nowhere: there is no nowhere\.idx; set the prefix of Megatron"),
+        (None, r"data\.path=null: data\.source=megatron needs a path; set the prefix"),
     ):
-        check_data(replace(config, path=f"{prefix}.bin"), "gpt_tiny")
-    with pytest.raises(ConfigError, match=r"data\.path=nowhere: there is no nowhere\.idx; set the prefix of Megatron"):
-        check_data(replace(config, path="nowhere"), "gpt_tiny")
-    with pytest.raises(ConfigError, match=r"data\.path=null: data\.source=megatron needs a path; set the prefix"):
-        check_data(config, "gpt_tiny")
-
-
-def losses(ranks, tiny, world, *overrides):
-    run = tiny("train.steps=3", "train.validate_every=3", "train.validation_batches=1", *overrides)
-    ranks.run(world, train_in_rank, run)
-    lines = metric_lines(run.run.dir)
-    return [line["loss"] for line in lines]
+        with one_line(message):
+            check_data(replace(config, path=path), "gpt_tiny")
+    (tmp_path / "a.txt").write_text("text")
+    for words, message in (
+        ([f"data.validation={{a: {tmp_path / 'a.txt'}}}"], "data.validation=.*files have no tokenizer; set data.token"),
+        (["logging.sample_tokens=1", "logging.sample_prompt=x"], "logging.sample_prompt=x: .* have no tokenizer"),
+    ):
+        with one_line(message):
+            validate(tiny("data=megatron", f"data.path={prefix}", *words), 1)
 
 
 def test_a_run_on_megatrons_files_equals_a_run_on_token_files(ranks, tiny, tmp_path):
     """The same documents in both formats give the same losses, with and without attention across documents."""
     own = prepare.corpus(tiny("data.validation_fraction=0").data).first
-    ends = own.document_ends("train").tolist()
-    documents = [own.tokens("train")[start:stop].tolist() for start, stop in zip([0, *ends], ends, strict=False)]
-    prefix = write(tmp_path / "a", documents, "int32", sentences=2)
-    without = write(tmp_path / "b", [ids[:-1] for ids in documents])
-    reset = "data.reset_attention=true"
-    shared = ["data.validation_fraction=0", f"data.tokenizer={own.directory}"]
-    found = {}
-    for name, words in {
+    documents = documents_of(own, "train")
+    shared = ["data.validation_fraction=0", f"data.tokenizer={own.directory}", "data=megatron"]
+    data = {
         "own": ["data=tokens", f"data.path={own.directory}"],
-        "megatron": ["data=megatron", f"data.path={prefix}", *shared],
-        "own-reset": ["data=tokens", f"data.path={own.directory}", reset],
-        "megatron-reset": ["data=megatron", f"data.path={prefix}", *shared, reset],
-        "no-ends": ["data=megatron", f"data.path={without}", *shared],
-        "no-ends-reset": ["data=megatron", f"data.path={without}", *shared, reset],
-    }.items():
-        found[name] = losses(ranks, tiny, 2, f"run.dir={tmp_path / name}", *words)
-    assert found["own"] == found["megatron"] and len(found["own"]) == 3
-    assert found["own-reset"] == pytest.approx(found["megatron-reset"], rel=1e-6)
-    assert found["own"] != found["own-reset"] and found["no-ends"] != found["no-ends-reset"]
+        "megatron": [*shared, f"data.path={write(tmp_path / 'a', documents, 'int32', sentences=2)}"],
+        "no-ends": [*shared, f"data.path={write(tmp_path / 'b', [ids[:-1] for ids in documents])}"],
+    }
+    found = {}
+    for name, words in data.items():
+        for reset in (False, True):
+            run = tiny(f"run.dir={tmp_path}/{name}{reset}", "train.steps=2", f"data.reset_attention={reset}", *words)
+            ranks.run(2, train_in_rank, run)
+            found[name, reset] = [line["loss"] for line in metric_lines(run.run.dir)]
+    assert found["own", False] == found["megatron", False] and len(found["own", False]) == 2
+    assert found["own", True] == pytest.approx(found["megatron", True], rel=1e-6)
+    assert all(found[name, False] != found[name, True] for name in ("own", "no-ends"))
 
 
 def test_a_blend_of_prefixes_trains_without_a_tokenizer_and_resumes(ranks, tiny, tmp_path):
-    first, second = (
-        write(tmp_path / name, random_documents(seed), dtype)
-        for name, seed, dtype in (("a", 1, "uint16"), ("b", 2, "int32"))
-    )
-    words = [
-        "data=blend",
-        f"data.blend={{{first}: 0.3, {second}: 0.7}}",
-        "data.validation_fraction=0.2",
-        "data.reset_attention=true",
-    ]
-    run = tiny(*words, "train.steps=4", "checkpoint.every=2", "train.validate_every=2")
-    ranks.run(1, train_in_rank, run)
-    straight = [line["loss"] for line in metric_lines(run.run.dir)]
-    assert [*metric_lines(run.run.dir)[-1]["sources"]] == ["a", "b"]
-    other = tiny(*words, "train.steps=2", "checkpoint.every=2", f"run.dir={tmp_path / 'other'}")
-    ranks.run(1, train_in_rank, other)
-    ranks.run(1, train_in_rank, tiny(*words, "train.steps=4", "checkpoint.every=2", f"run.dir={tmp_path / 'other'}"))
-    assert [line["loss"] for line in metric_lines(other.run.dir)] == straight
+    first = write(tmp_path / "a", random_documents(1))
+    second = write(tmp_path / "b", random_documents(2), "int32")
+    words = [*blend_of({first: 0.3, second: 0.7}), "data.validation_fraction=0.2", "data.reset_attention=true"]
+    found = []
+    for name, stops in (("straight", (4,)), ("resumed", (2, 4))):
+        for stop in stops:
+            run = tiny(*words, f"train.steps={stop}", "train.validate_every=2", f"run.dir={tmp_path / name}")
+            ranks.run(1, train_in_rank, run)
+        found.append(metric_lines(run.run.dir))
+    assert [*found[0][-1]["sources"]] == ["a", "b"]
+    assert [line["loss"] for line in found[0]] == [line["loss"] for line in found[1]]
 
 
 def test_a_blend_of_a_prefix_and_a_token_directory_needs_its_tokenizer(ranks, tiny, tmp_path):
     own = prepare.corpus(tiny().data).first.directory
-    prefix = write(tmp_path / "a", random_documents())
-    words = ["data=blend", f"data.blend={{{own}: 3, {prefix}: 1}}", "train.steps=1"]
-    with pytest.raises(
-        RankFailure, match=rf"data\.tokenizer=None: not the tokenizer that made {own}, .*set data\.tokenizer={own}"
-    ):
+    words = [*blend_of({own: 3, write(tmp_path / "a", random_documents()): 1}), "train.steps=1"]
+    message = rf"data\.tokenizer=None: not the tokenizer that made {own}, .*set data\.tokenizer={own}"
+    with pytest.raises(RankFailure, match=message):
         ranks.run(1, train_in_rank, tiny(*words))
     ranks.run(1, train_in_rank, tiny(*words, f"data.tokenizer={own}", f"run.dir={tmp_path / 'r'}"))
 
@@ -263,22 +209,22 @@ def validation_sets(run):
 VALIDATED = ["train.steps=2", "train.batch_size=4", "train.validate_every=2", "train.validation_batches=3"]
 
 
-@pytest.mark.parametrize("reset", ["false", "true"])
+@pytest.mark.parametrize("reset", [full("false"), "true"])
 def test_a_prefix_is_a_validation_set_with_the_loss_of_token_files(ranks, tiny, tmp_path, reset):
     own = prepare.corpus(tiny().data).first.directory
     (tmp_path / "other.txt").write_text("kappa iota theta eta zeta 0123 " * 200)
     (tmp_path / "more.txt").write_text("alpha gamma theta 45 zeta " * 99)
     settings = f"data.path={tmp_path}/*.txt", f"data.tokenizer={own}", "data.validation_fraction=0"
     files = prepare.corpus(tiny(*settings).data).first
-    ends = files.document_ends("train").tolist()
-    prefix = write(tmp_path / "a", [files.tokens("train")[start:end] for start, end in pairwise([0, *ends])])
+    prefix = write(tmp_path / "a", documents_of(files, "train"))
     sets = f"data.validation={{tokens: {files.directory}, prefix: {prefix}}}"
     run = tiny("data=tokens", f"data.path={own}", sets, f"data.reset_attention={reset}", *VALIDATED)
     ranks.run(2, train_in_rank, run)
     found, held_out = validation_sets(run)
     assert found["prefix"] == {key: pytest.approx(value, rel=1e-6) for key, value in found["tokens"].items()}
     assert found["prefix"].keys() > {"loss", "bits_per_byte"} and abs(found["prefix"]["loss"] - held_out) > 1e-3
-    assert f"validation set prefix: {prefix}, 2 documents of {ends[-1]:,} tokens" in report(validate(run, 1), run)
+    described = f"validation set prefix: {prefix}, 2 documents of {len(files.tokens('train')):,} tokens"
+    assert described in report(validate(run, 1), run, {})
 
 
 def test_a_prefix_that_a_run_trains_on_is_its_held_out_split(ranks, tiny, tmp_path):
@@ -297,11 +243,10 @@ def test_a_prefix_that_cannot_be_a_validation_set_is_one_line(ranks, tiny, tmp_p
     own = prepare.corpus(tiny().data).first.directory
     prefix = write(tmp_path / "a", [[1, 2, 70_000]], "int32")
     words = ["data=tokens", f"data.path={own}", f"data.validation={{a: {prefix}}}", *VALIDATED]
-    with pytest.raises(RankFailure, match=r"data\.validation\.a=.*: .*the largest token of .*a\.bin is 70000; use the"):
-        ranks.run(1, train_in_rank, tiny(*words))
-    (tmp_path / "a.idx").unlink()
-    with pytest.raises(RankFailure, match=r"data\.validation\.a=.*: .*a\.idx: No such file or directory; use a pre"):
-        ranks.run(1, train_in_rank, tiny(*words))
+    for message in ("the largest token of .*a.bin is 70000; use the", "a.idx: No such file or directory; use a pre"):
+        with pytest.raises(RankFailure, match=rf"data\.validation\.a=.*: .*{message}"):
+            ranks.run(1, train_in_rank, tiny(*words))
+        (tmp_path / "a.idx").unlink(missing_ok=True)
 
 
 def test_another_split_or_other_tokens_are_other_samples(config, tmp_path):
@@ -323,14 +268,3 @@ def test_the_index_of_several_modalities_is_read(config, tmp_path):
     expected = Index.read(prefix).bounds.tolist()
     (tmp_path / "a.idx").write_bytes((tmp_path / "a.idx").read_bytes() + bytes(60))
     assert Index.read(prefix).bounds.tolist() == expected
-
-
-def test_settings_that_need_a_tokenizer_are_rejected_without_one(tiny, tmp_path):
-    words = ["data=megatron", f"data.path={write(tmp_path / 'a', random_documents())}"]
-    (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(
-        ConfigError, match=r"data\.validation=.*: Megatron's files have no tokenizer; set data\.tokenizer"
-    ):
-        validate(tiny(*words, f"data.validation={{a: {tmp_path / 'a.txt'}}}"), 1)
-    with pytest.raises(ConfigError, match=r"logging\.sample_prompt=x: Megatron's files have no tokenizer"):
-        validate(tiny(*words, "logging.sample_tokens=1", "logging.sample_prompt=x"), 1)

@@ -40,9 +40,10 @@ def config(tmp_path_factory):
     return DataConfig("chat", "chat", str(path), tokenizer=tokenizer, tokenizer_vocab=None, processes=1)
 
 
-@pytest.fixture(params=[1 << 26, 300], ids=["one part", "parts"])
-def files(config, tmp_path, monkeypatch, request):
-    monkeypatch.setattr(preparation, "PART_TOKENS", request.param)
+@pytest.fixture
+def files(config, tmp_path, monkeypatch):
+    """Return token files in parts, whose tokens, masks and ends are those of one part (test_chat.py)."""
+    monkeypatch.setattr(preparation, "PART_TOKENS", 300)
     return prepare.prepare(config, tmp_path / "out")
 
 

@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import re
 import sys
 import threading
 from functools import partial
@@ -15,10 +16,11 @@ import pytest
 from pyarrow import parquet
 
 from gpt4d import dry_run
-from gpt4d.config import ConfigError, DataConfig, check_data
+from gpt4d.config import DataConfig, check_data
 from gpt4d.data import corpus_files
 from gpt4d.data.documents import documents, identity, size
 from gpt4d.validation import validate
+from tests.support.data_files import one_line
 from tests.support.grids import metric_lines, train_in_rank
 from tests.support.settings import configured
 
@@ -112,22 +114,20 @@ def test_a_checksum_of_the_file_system_replaces_the_content(memory, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("url", "module", "package"),
-    [("s3://b/*.txt", "s3fs", "s3fs"), ("gs://b/*.txt", "gcsfs", "gcsfs"), ("https://h/a.txt", "aiohttp", "aiohttp")],
+    ("url", "package"), [("s3://b/*.txt", "s3fs"), ("gs://b/*.txt", "gcsfs"), ("https://h/a.txt", "aiohttp")]
 )
-def test_a_missing_package_is_reported_before_a_run_with_its_command(monkeypatch, url, module, package):
-    monkeypatch.setitem(sys.modules, module, None)  # its import fails
+def test_a_missing_package_is_reported_before_a_run_with_its_command(monkeypatch, url, package):
+    monkeypatch.setitem(sys.modules, package, None)  # its import fails
     monkeypatch.delitem(sys.modules, "fsspec.implementations.http", raising=False)
     monkeypatch.delitem(import_module("fsspec.registry")._registry, url.partition(":")[0], raising=False)
-    with pytest.raises(ConfigError, match=rf"its package is not installed; run pip install {package}$") as raised:
+    with one_line(rf"^data\.path={re.escape(url)}: .*its package is not installed; run pip install {package}$"):
         check_data(DataConfig(source="text", path=url, tokenizer_vocab=300), "gpt_tiny")
-    assert str(raised.value).startswith(f"data.path={url}: ")
 
 
 def test_files_that_cannot_be_listed_or_read_are_reported_in_one_line(memory, server, monkeypatch):
-    with pytest.raises(ConfigError, match=rf"data\.path={memory}/none: matches no file; use a URL"):
+    with one_line(rf"data\.path={memory}/none: matches no file; use a URL"):
         texts(f"{memory}/none")
-    with pytest.raises(ConfigError, match=r"data\.path=http://127.*none\.txt: (matches no file|cannot be listed)"):
+    with one_line(r"data\.path=http://127.*none\.txt: (matches no file|cannot be listed)"):
         texts(f"{server}/none.txt")
     put(memory, "a.txt", b"one")
     system = fsspec.filesystem("memory")
@@ -136,18 +136,15 @@ def test_files_that_cannot_be_listed_or_read_are_reported_in_one_line(memory, se
         raise RuntimeError("no\npermission")
 
     monkeypatch.setattr(type(system), "open", failing)
-    with pytest.raises(ConfigError, match=rf"{memory}/a\.txt: cannot be read \(no permission\); download") as raised:
+    with one_line(rf"{memory}/a\.txt: cannot be read \(no permission\); download"):
         texts(f"{memory}/a.txt")
-    assert "\n" not in str(raised.value)
     monkeypatch.setattr(type(system), "glob", failing)
-    with pytest.raises(
-        ConfigError, match=r"cannot be listed \(no permission\); check the address, the network and the"
-    ):
+    with one_line(r"cannot be listed \(no permission\); check the address, the network and the"):
         texts(f"{memory}/*")
 
 
 def test_images_are_read_from_local_files_only():
-    with pytest.raises(ConfigError, match=r"data\.path=s3://b/a\.png: images are read from local files; copy"):
+    with one_line(r"data\.path=s3://b/a\.png: images are read from local files; copy"):
         validate(configured(["model=unet_tiny", "data=pictures", "data.path='s3://b/a.png'"]), 1)
 
 
@@ -158,6 +155,6 @@ def test_a_run_prepares_and_trains_on_files_of_a_web_server(ranks, tiny, corpus,
     cache = f"data.cache_dir={tmp_path / 'cache'}"
     words = ["data=jsonl", f"data.path='{server}/a.jsonl.gz'", cache, "data.processes=1", "train.steps=2"]
     config = tiny(*words)
-    assert "jsonl: 1 file(s)" in dry_run.report(validate(config, 1), config)
+    assert "jsonl: 1 file(s)" in dry_run.report(validate(config, 1), config, {})
     ranks.run(2, train_in_rank, config)
     assert [line["step"] for line in metric_lines(config.run.dir)] == [1, 2]

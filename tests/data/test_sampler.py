@@ -1,6 +1,5 @@
 """Sample i of a run is a function of (seed, i), and every epoch has each sequence once."""
 
-import itertools
 from fractions import Fraction
 
 import numpy as np
@@ -12,15 +11,7 @@ from gpt4d.config import ConfigError
 from gpt4d.data import sampler
 from gpt4d.data.sampler import Blend, Sequences, integer_shares, permute
 from gpt4d.data.tokens import Tokens
-from tests.data import batch
-
-
-def in_parts(count, size=37):
-    """Return tokens 0 to ``count`` - 1 in parts of several lengths, including an empty part."""
-    ids = np.arange(count, dtype=np.uint16)
-    cuts = sorted({0, count // 3, *range(0, count, size), count})
-    parts = [ids[a:b] for a, b in itertools.pairwise(cuts)]
-    return Tokens([*parts[:1], ids[:0], *parts[1:]], "uint16", [], 2**16)
+from tests.support.data_files import batch, in_parts
 
 
 @settings(deadline=None)
@@ -47,15 +38,12 @@ def test_epochs_have_every_sequence_once_and_targets_are_next_tokens(shuffle):
         assert (targets == ids + 1).all()
 
 
-def test_two_epochs_have_different_orders():
-    data = Sequences(in_parts(1000), length=7, seed=3, shuffle=True)
-    first, second = (data.positions(np.arange(data.count) + epoch * data.count) for epoch in (0, 1))
-    assert sorted(first) == sorted(second) and (first != second).mean() > 0.9
-
-
 @pytest.mark.parametrize("block", [1, 8, 100])
 def test_the_block_size_does_not_change_the_order(monkeypatch, block):
-    expected = Sequences(in_parts(1000), length=7, seed=3, shuffle=True).rows(np.arange(300))
+    data = Sequences(in_parts(1000), length=7, seed=3, shuffle=True)
+    first, second = (data.positions(np.arange(data.count) + epoch * data.count) for epoch in (0, 1))
+    assert sorted(first) == sorted(second) and (first != second).mean() > 0.9, "each epoch has an order of its own"
+    expected = data.rows(np.arange(300))
     monkeypatch.setattr(sampler, "BLOCK", block)
     data = Sequences(in_parts(1000), length=7, seed=3, shuffle=True)
     for first in range(0, 300, 20):
@@ -67,13 +55,6 @@ def test_a_corpus_of_one_sequence_is_permuted_once_per_epoch_read(monkeypatch):
     monkeypatch.setattr(sampler, "permute", lambda indices, size, seed, epoch: epochs.append(epoch) or indices)
     Sequences(in_parts(8), length=7, seed=3, shuffle=True).rows(np.arange(8))
     assert len(epochs) == 8
-
-
-def test_a_batch_read_in_parts_is_the_same():
-    data = Sequences(in_parts(1000), length=9, seed=0, shuffle=True)
-    whole, _ = batch(data, 5, 12)
-    parts = [batch(data, 5 + start, 4)[0] for start in (0, 4, 8)]
-    assert np.array_equal(whole, np.concatenate(parts))
 
 
 @settings(deadline=None)
@@ -98,17 +79,10 @@ def test_a_blend_matches_its_weights_within_two_in_any_window(weights, first, si
     total = sum(Fraction(str(weight)) for weight in weights)
     for source, weight in enumerate(weights):
         assert abs(drawn.count(source) - size * Fraction(str(weight)) / total) < 2
-
-
-@settings(deadline=None)
-@given(WEIGHTS)
-def test_a_period_of_a_blend_matches_its_weights_exactly(weights):
-    blend = Blend([make_source(k, 5) for k in range(len(weights))], [weights])
-    drawn = blend.choose(np.arange(int(blend.periods[0]), 2 * int(blend.periods[0])))[0].tolist()
-    counts = [drawn.count(source) for source in range(len(weights))]
-    assert [count * Fraction(str(weights[0])) for count in counts] == [
-        counts[0] * Fraction(str(weight)) for weight in weights
-    ]
+    period = int(blend.periods[0])
+    drawn = blend.choose(np.arange(period, 2 * period))[0].tolist()
+    shares = [period * Fraction(str(weight)) / total for weight in weights]
+    assert [drawn.count(source) for source in range(len(weights))] == shares, "a period matches the weights exactly"
 
 
 def test_weights_are_read_as_exact_decimals():
@@ -124,16 +98,6 @@ def test_weights_with_a_long_period_are_rejected_with_similar_ones(weights):
     similar = [int(share) for share in str(raised.value).rpartition(": ")[2].split(", ")]
     assert integer_shares(similar) == similar
     assert abs(similar[0] / sum(similar) - weights[0] / sum(weights)) < 2e-3
-
-
-@settings(deadline=None)
-@given(WEIGHTS, st.integers(1, 3000))
-def test_a_blend_takes_the_sequences_of_each_source_in_order(weights, size):
-    blend = Blend([make_source(k, 5) for k in range(len(weights))], [weights])
-    taken = list(zip(*(part.tolist() for part in blend.choose(np.arange(size))), strict=True))
-    for source in range(len(weights)):
-        source_ids = [source_id for k, source_id in taken if k == source]
-        assert source_ids == list(range(len(source_ids)))
 
 
 STAGES = st.lists(

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from gpt4d.config import ConfigError, DataConfig
 from gpt4d.data import documents, encoding, prepare, splitting, tokenizers
 from gpt4d.data.tokens import TokenFiles
-from tests.data import small_corpus
+from tests.support.data_files import one_line
 
 
 @pytest.fixture(scope="module")
@@ -24,11 +24,6 @@ def gpt2():
 def test_gpt2s_vocabulary_is_the_published_one(gpt2):
     assert gpt2.encode("Hello world").ids == [15496, 995]
     assert gpt2.get_vocab_size() == 50257 and tokenizers.end_of_text(gpt2) == 50256
-
-
-@pytest.fixture
-def config(corpus, tmp_path):
-    return small_corpus(corpus, tmp_path)
 
 
 TEXTS = st.text(st.sampled_from("ab'1. \n\t\r –é六"), max_size=40)
@@ -59,9 +54,7 @@ def test_lines_and_words_of_any_length_are_cut():
 @pytest.mark.parametrize("kind", ["x", "六", "-", " ", "\u0301", "_", "1²"])
 def test_a_tokenizer_is_trained_on_no_word_of_a_thousand_characters(kind, monkeypatch):
     seen = []
-    monkeypatch.setattr(
-        Tokenizer, "train_from_iterator", lambda self, texts, trainer: seen.extend(texts), raising=False
-    )
+    monkeypatch.setattr(Tokenizer, "train_from_iterator", lambda _, texts, trainer: seen.extend(texts), raising=False)
     tokenizers.train([kind * 5000], 300)
     assert "".join(seen) == kind * 5000 and max(map(len, seen)) < 1000
 
@@ -72,33 +65,40 @@ def _cached_gpt2():
     return tokenizers.gpt2()
 
 
-def changed(gpt2, change):
-    """Return GPT-2's tokenizer as ``read`` returns it from a file whose content ``change`` has edited."""
-    content = json.loads(gpt2.to_str())
-    change(content)
-    return tokenizers._configure(Tokenizer.from_str(json.dumps(content)))
+@pytest.fixture
+def changed(gpt2, tmp_path):
+    """Return a function that reads GPT-2's tokenizer from a file whose content ``change`` has edited."""
+
+    def read(change):
+        content = json.loads(gpt2.to_str())
+        change(content)
+        (tmp_path / "changed.json").write_text(json.dumps(content))
+        return tokenizers.read(tmp_path / "changed.json")
+
+    return read
 
 
 @pytest.mark.slow
-def test_the_name_of_the_end_token_in_a_text_is_encoded_as_text(gpt2):
+def test_the_name_of_the_end_token_in_a_text_is_encoded_as_text(changed):
     def ordinary(content):
         content["added_tokens"][0]["special"] = False
 
     for change in (lambda content: None, ordinary, lambda content: content["added_tokens"].clear()):
-        tokenizer = changed(gpt2, change)
+        tokenizer = changed(change)
         text = "before <|endoftext|> after"
         for long in (text, f"{text}\n" * 2000):
             ids = tokenizers.encode(tokenizer, long)
             assert 50256 not in ids and tokenizer.decode(ids) == long
 
 
-def test_dropout_of_a_tokenizer_is_disabled(gpt2):
-    tokenizer = changed(gpt2, lambda content: content["model"].update(dropout=0.5))
+def test_dropout_of_a_tokenizer_is_disabled(gpt2, changed):
+    tokenizer = changed(lambda content: content["model"].update(dropout=0.5))
     text = "a text of several words, some of them uncommon"
     assert {tuple(tokenizers.encode(tokenizer, text)) for _ in range(10)} == {tuple(gpt2.encode(text).ids)}
 
 
 ADDED = {"id": 50257, "content": "<x>", "single_word": False, "normalized": False, "special": False}
+ADDED |= {"lstrip": False, "rstrip": False}
 
 
 @pytest.mark.slow
@@ -107,36 +107,36 @@ ADDED = {"id": 50257, "content": "<x>", "single_word": False, "normalized": Fals
     [
         lambda content: content["pre_tokenizer"].update(use_regex=False),
         lambda content: content["pre_tokenizer"].update(add_prefix_space=True),
-        lambda content: content["added_tokens"].append({**ADDED, "lstrip": True, "rstrip": False}),
-        lambda content: content["added_tokens"].append({**ADDED, "lstrip": False, "rstrip": True}),
-        lambda content: content["added_tokens"].append({**ADDED, "content": "\nx", "lstrip": False, "rstrip": False}),
-        lambda content: content["added_tokens"].append({**ADDED, "content": "a\n", "lstrip": False, "rstrip": False}),
-        lambda content: content["added_tokens"].append({**ADDED, "content": "e e", "lstrip": False, "rstrip": False}),
+        lambda content: content["added_tokens"].append({**ADDED, "lstrip": True}),
+        lambda content: content["added_tokens"].append({**ADDED, "rstrip": True}),
+        lambda content: content["added_tokens"].append({**ADDED, "content": "\nx"}),
+        lambda content: content["added_tokens"].append({**ADDED, "content": "a\n"}),
+        lambda content: content["added_tokens"].append({**ADDED, "content": "e e"}),
         lambda content: content.update(normalizer={"type": "Strip", "strip_left": True, "strip_right": True}),
     ],
     ids=["no regex", "prefix space", "strips left", "strips right", "line start", "line end", "space", "normalizer"],
 )
-def test_a_text_is_not_split_if_that_could_change_its_tokens(gpt2, change, monkeypatch):
-    tokenizer = changed(gpt2, change)
+def test_a_text_is_not_split_if_that_could_change_its_tokens(changed, change, monkeypatch):
+    tokenizer = changed(change)
     monkeypatch.setattr(tokenizers, "PIECE_CHARACTERS", 4)
     text = "a \n\n<x>\nb \nxa\n\n\nxx aa\n<x> \n\nend\nthe end" * 3
     monkeypatch.setattr(splitting.split_text, "__defaults__", (4, 100))
     assert tokenizers.encode(tokenizer, text) == tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def test_the_vocabulary_of_a_tokenizer_that_skips_ids_includes_the_last(gpt2, config, tmp_path):
+def test_the_vocabulary_of_a_tokenizer_that_skips_ids_includes_the_last(changed, small, tmp_path):
     def with_gaps(content):
-        content["added_tokens"].append({**ADDED, "id": 50257, "content": "<x>", "lstrip": False, "rstrip": False})
+        content["added_tokens"].append(ADDED)
         for token in ("Ġthe", "Ġa"):
             del content["model"]["vocab"][token]
         content["model"]["vocab"]["<far>"] = 70_000
         content["model"]["merges"] = []
 
     path = tmp_path / "gaps.json"
-    changed(gpt2, with_gaps).save(str(path))
+    changed(with_gaps).save(str(path))
     with pytest.raises(ConfigError, match=r"its 70001 tokens are more than data\.tokenizer_vocab=70000; raise"):
-        tokenizers.from_config(replace(config, tokenizer=str(path), tokenizer_vocab=70_000))
-    files = prepare.prepare(replace(config, tokenizer=str(path), tokenizer_vocab=70_001), tmp_path / "out")
+        tokenizers.from_config(replace(small, tokenizer=str(path), tokenizer_vocab=70_000))
+    files = prepare.prepare(replace(small, tokenizer=str(path), tokenizer_vocab=70_001), tmp_path / "out")
     assert files.header["vocabulary"] == 70_001 and files.header["dtype"] == "uint32"
     assert files.tokens("train").dtype == "uint32"
     ids = files.tokens("train")[:]
@@ -150,8 +150,8 @@ def test_the_speeches_have_the_known_number_of_gpt2_tokens(gpt2):
     assert sum(len(tokenizers.encode(gpt2, text)) for text in texts) + 2 * 248 == 2_389_404
 
 
-def test_truncation_and_padding_of_a_tokenizer_file_are_ignored(config, tmp_path, monkeypatch):
-    trained = prepare.corpus(config).first
+def test_truncation_and_padding_of_a_tokenizer_file_are_ignored(small, tmp_path, monkeypatch):
+    trained = prepare.corpus(small).first
     tokenizer = trained.tokenizer()
     tokenizer.enable_truncation(5)
     tokenizer.enable_padding(length=9)
@@ -159,58 +159,53 @@ def test_truncation_and_padding_of_a_tokenizer_file_are_ignored(config, tmp_path
     monkeypatch.setattr(encoding, "BATCH_CHARACTERS", 2000)
     for processes in (1, 2):
         changes = {"tokenizer": str(tmp_path / "short.json"), "processes": processes}
-        files = prepare.prepare(replace(config, **changes), tmp_path / f"by{processes}")
+        files = prepare.prepare(replace(small, **changes), tmp_path / f"by{processes}")
         assert files.tokens("train")[:].tolist() == trained.tokens("train")[:].tolist()
         assert files.fingerprint() == hashlib.sha256((tmp_path / "short.json").read_bytes()).hexdigest()
 
 
-def test_equal_tokenizers_with_different_bytes_do_not_share_a_cache(config, tmp_path):
+def test_equal_tokenizers_with_different_bytes_do_not_share_a_cache(small, tmp_path):
     """Runs identify a tokenizer by its bytes."""
-    text = prepare.corpus(config).first.tokenizer().to_str()
-    for name, content in (("a.json", text), ("b.json", text + "\n")):
-        (tmp_path / name).write_text(content)
-        files = prepare.corpus(replace(config, tokenizer=str(tmp_path / name))).first
+    text, path = prepare.corpus(small).first.tokenizer().to_str(), tmp_path / "a.json"
+    for content in (text, text + "\n"):
+        path.write_text(content)
+        files = prepare.corpus(replace(small, tokenizer=str(path))).first
         assert files.fingerprint() == hashlib.sha256(content.encode()).hexdigest()
 
 
 @pytest.mark.slow
-def test_a_transformers_tokenizer_is_read_from_its_directory(config, tmp_path):
+def test_a_transformers_tokenizer_is_read_from_its_directory(small, tmp_path):
     from transformers import PreTrainedTokenizerFast
 
-    trained = prepare.corpus(config).first
+    trained = prepare.corpus(small).first
     saved = PreTrainedTokenizerFast(tokenizer_object=trained.tokenizer(), eos_token="<|endoftext|>")
     saved.save_pretrained(tmp_path / "saved")
-    files = prepare.corpus(replace(config, tokenizer=str(tmp_path / "saved"))).first
+    files = prepare.corpus(replace(small, tokenizer=str(tmp_path / "saved"))).first
     assert files.tokens("validation")[:].tolist() == trained.tokens("validation")[:].tolist()
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_an_unusable_tokenizer_is_rejected(small, tmp_path):
+    text = prepare.corpus(small).first.tokenizer().to_str()
+    for content, message in (
         ("{}", "not a usable tokenizer"),
-        ("no end", "has no end-of-text token"),
-        (None, r"its \d+ tokens are more than data.tokenizer_vocab=258; raise"),
-    ],
-)
-def test_an_unusable_tokenizer_is_rejected(config, tmp_path, content, message):
-    text = prepare.corpus(config).first.tokenizer().to_str()
-    if content == "no end":
-        content = json.dumps(json.loads(text.replace("<|endoftext|>", "<|other|>")))
-    (tmp_path / "t.json").write_text(content or text)
-    with pytest.raises(ConfigError, match=message):
-        prepare.corpus(replace(config, tokenizer=str(tmp_path / "t.json"), tokenizer_vocab=258))
+        (text.replace("<|endoftext|>", "<|other|>"), "has no end-of-text token"),
+        (text, r"its \d+ tokens are more than data.tokenizer_vocab=258; raise"),
+    ):
+        (tmp_path / "t.json").write_text(content)
+        with one_line(message):
+            prepare.corpus(replace(small, tokenizer=str(tmp_path / "t.json"), tokenizer_vocab=258))
 
 
-def test_documents_end_with_the_eos_token_that_the_tokenizer_names(gpt2, config, tmp_path):
+def test_documents_end_with_the_eos_token_that_the_tokenizer_names(changed, small, tmp_path):
     source = tmp_path / "source"
     source.mkdir()
-    tokenizer = changed(gpt2, lambda content: None)
+    tokenizer = changed(lambda content: None)
     tokenizer.add_special_tokens(["<end>"])
     tokenizer.save(str(source / "tokenizer.json"))
     settings = {"eos_token": {"content": "<end>"}, "pad_token": "<end>", "chat_template": "{{ messages }}"}
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
-    config = replace(config, tokenizer=str(source), tokenizer_vocab=60_000)
-    files = prepare.prepare(config, tmp_path / "out")
+    small = replace(small, tokenizer=str(source), tokenizer_vocab=60_000)
+    files = prepare.prepare(small, tmp_path / "out")
     assert files.end_of_text == 50257 == files.tokens("train")[-1:].item()
     assert files.tokenizer().encode("<end>", add_special_tokens=False).ids != [50257], "a text cannot end itself"
     companions = tokenizers.companions(files.directory)
@@ -218,10 +213,10 @@ def test_documents_end_with_the_eos_token_that_the_tokenizer_names(gpt2, config,
     assert TokenFiles.open(files.directory) == files
     (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<other>"}))
     with pytest.raises(ConfigError, match=r"the tokenizer lacks the eos_token='<other>' of tokenizer_config\.json"):
-        tokenizers.from_config(config)
+        tokenizers.from_config(small)
 
 
-def test_code_of_a_tokenizers_repository_never_runs_and_nobody_is_asked(config, tmp_path, monkeypatch):
+def test_code_of_a_tokenizers_repository_never_runs_and_nobody_is_asked(small, tmp_path, monkeypatch):
     repository, ran = tmp_path / "repository", tmp_path / "ran"
     repository.mkdir()
     auto_map = {"AutoConfig": "code.Config", "AutoTokenizer": ["code.Own", None]}
@@ -230,5 +225,5 @@ def test_code_of_a_tokenizers_repository_never_runs_and_nobody_is_asked(config, 
     (repository / "code.py").write_text(f"open({str(ran)!r}, 'w')\n")
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     with pytest.raises(ConfigError, match="it needs Python code from its repository, which gpt4d never runs"):
-        tokenizers.from_config(replace(config, tokenizer=str(repository)))
+        tokenizers.from_config(replace(small, tokenizer=str(repository)))
     assert not ran.exists()

@@ -7,12 +7,12 @@ from gpt4d.config import ConfigError
 from gpt4d.data import prepare
 from gpt4d.data.tokens import TokenFiles
 from gpt4d.runtime.errors import RankError
-from tests.data import flip_bit, json_edit, small_corpus
+from tests.support.data_files import flip_bit, json_edit, one_line
 
 
 @pytest.fixture
-def config(corpus, tmp_path):
-    return small_corpus(corpus, tmp_path)
+def files(small, tmp_path):
+    return prepare.prepare(small, tmp_path / "out")
 
 
 INVALID_HEADERS = {
@@ -38,36 +38,31 @@ INVALID_HEADERS = {
 
 
 @pytest.mark.parametrize("change", INVALID_HEADERS)
-def test_an_invalid_header_is_rejected(config, tmp_path, change):
-    directory = prepare.prepare(config, tmp_path / "out").directory
-    json_edit("header.json", INVALID_HEADERS[change])(directory)
-    with pytest.raises(ConfigError, match=r"header\.json: (no token files there|its)") as raised:
-        TokenFiles.open(directory)
-    assert "\n" not in str(raised.value)
+def test_an_invalid_header_is_rejected(files, change):
+    json_edit("header.json", INVALID_HEADERS[change])(files.directory)
+    with one_line(r"header\.json: (no token files there|its)"):
+        TokenFiles.open(files.directory)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "another tokenizer", "no header"])
-def test_the_error_for_incomplete_token_files_names_the_file(config, tmp_path, damage):
-    directory = prepare.prepare(config, tmp_path / "out").directory
+def test_the_error_for_incomplete_token_files_names_the_file(files, damage):
     victim = {"another tokenizer": "tokenizer.json", "no header": "header.json"}.get(damage, "train_00000.tokens")
-    path = directory / victim
+    path = files.directory / victim
     if damage in ("missing", "no header"):
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[:-2])
     with pytest.raises(ConfigError, match=victim):
-        TokenFiles.open(directory)
+        TokenFiles.open(files.directory)
 
 
-def test_verify_detects_a_flipped_bit(config, tmp_path):
-    directory = prepare.prepare(config, tmp_path / "out").directory
-    flip_bit(directory / "validation_00000.tokens")
+def test_verify_detects_a_flipped_bit(files):
+    flip_bit(files.directory / "validation_00000.tokens")
     with pytest.raises(ConfigError, match=r"validation_00000\.tokens: damaged"):
-        prepare.main([f"verify={directory}"])
+        prepare.main([f"verify={files.directory}"])
 
 
-def test_an_id_beyond_the_vocabulary_is_rejected_with_its_file_and_offset(config, tmp_path):
-    files = prepare.prepare(config, tmp_path / "out")
+def test_an_id_beyond_the_vocabulary_is_rejected_with_its_file_and_offset(files):
     path = files.directory / "train_00000.tokens"
     content = np.fromfile(path, np.uint16)
     content[200] = 65535

@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 
 from gpt4d.data.documents import documents, is_held_out
+from gpt4d.data.prepare import corpus as prepared
 from gpt4d.validation import validate
 from tests.support.grids import train_in_rank
 from tests.support.rank_pool import RankFailure
 
 
 def in_rank(config):
-    """Return three losses of the first batch, the tokens of both splits, the tokens that the loaders read, and texts.
+    """Return three losses of the first batch, its rows, the tokens of the held-out set, and the sample and the summary.
 
-    The losses: as configured, summed over the documents one by one, and with attention across documents. The texts: the
-    prompt of the sample, and the summary of the data.
+    The losses: as configured, summed over the documents one by one, and with attention across documents.
     """
     from gpt4d.trainer import Trainer
 
@@ -26,21 +26,21 @@ def in_rank(config):
     task, module = trainer.task, trainer.stage.module
     (batch,) = task.batches(0)
     ids, targets, sample_ids = batch.inputs["ids"], batch.targets, batch.sample_ids
+    end = prepared(config.data).first.end_of_text
     with torch.no_grad():
         loss, separate = task.compute(module, trainer.stage.parts[0], batch, {})["loss"].item(), 0.0
         for row, following in zip(ids, targets, strict=True):
-            starts = [0, *(torch.nonzero(row == task._files.end_of_text).ravel() + 1).tolist(), len(row)]
+            starts = [0, *(torch.nonzero(row == end).ravel() + 1).tolist(), len(row)]
             for start, stop in itertools.pairwise(starts):
                 if start < stop:
                     document = row[None, start:stop], following[None, start:stop], sample_ids[:1]
                     separate += module.loss_sum(*document).item()
         across = module.loss_sum(ids, targets, sample_ids).item()
-    tokens = {split: task._files.tokens(split)[:] for split in ("train", "validation")}
-    read = task._training.tokens[:], task._sets["held_out"].tokens[:]
-    texts = task._held_out_prompt(), task.summary()
+    rows, held_out = torch.cat((ids, targets[:, -1:]), 1).tolist(), task.validation["held_out"].source.tokens[:]
+    texts = getattr(task.sample(), "message", None), task.summary()
     task.close()
     trainer.checkpoints.close()
-    return loss, separate, across, tokens, read, texts
+    return loss, separate, across, rows, held_out, texts
 
 
 def test_reset_attention_keeps_attention_inside_a_document(ranks, tiny):
@@ -52,12 +52,17 @@ def test_reset_attention_keeps_attention_inside_a_document(ranks, tiny):
 
 
 def test_validation_uses_held_out_documents_and_training_the_others(ranks, tiny):
-    ((*_, tokens, (trained, validated), (prompt, summary)),) = ranks.run(1, in_rank, config := tiny())
-    assert np.array_equal(trained, tokens["train"]) and np.array_equal(validated, tokens["validation"])
-    assert len(trained) > len(validated) > 0
-    held_out = (d.text for d in documents(config.data) if is_held_out(d.text, config.data.validation_fraction))
-    assert "lower it" not in summary
-    assert len(prompt) > 8 and next(held_out).startswith(prompt)
+    config = tiny("logging.sample_tokens=1")
+    ((*_, rows, validated, (sample, summary)),) = ranks.run(1, in_rank, config)
+    files = prepared(config.data).first
+    trained, held_out = (files.tokens(split)[:] for split in ("train", "validation"))
+    windows = [trained[start : start + 17].tolist() for start in range(0, len(trained) - 16, 16)]
+    assert all(row in windows for row in rows) and np.array_equal(validated, held_out)
+    assert len(trained) > len(held_out) > 0 and "lower it" not in summary
+    first = next(d.text for d in documents(config.data) if is_held_out(d.text, config.data.validation_fraction))
+    text = sample.strip()
+    length = max(length for length in range(len(text) + 1) if first.startswith(text[:length]))
+    assert length > 8 and len(text) - length < 16, "the sample has the prompt and one token"
 
 
 def test_a_tokenizer_smaller_than_the_vocabulary_of_the_model_is_reported(ranks, tiny):

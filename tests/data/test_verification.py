@@ -10,15 +10,15 @@ import torch.distributed as dist
 from gpt4d.config import ConfigError
 from gpt4d.data import parts, prepare, verification
 from gpt4d.runtime.consensus import all_gather_json
-from tests.data import flip_bit, small_corpus
+from tests.support.data_files import flip_bit
 from tests.support.grids import metric_lines, train_in_rank
 from tests.support.rank_pool import RankFailure
 
 
 @pytest.fixture
-def files(corpus, tmp_path):
+def files(small, tmp_path):
     """Return the token files of the small corpus."""
-    return prepare.prepare(small_corpus(corpus, tmp_path), tmp_path / "tokens").entries()
+    return prepare.prepare(small, tmp_path / "tokens").entries()
 
 
 def names_read(files, run_dir):

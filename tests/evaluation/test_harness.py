@@ -3,29 +3,23 @@
 With GPT4D_MODEL=DIR, a directory of transformers such as HuggingFaceTB/SmolLM2-135M-Instruct, that model is compared.
 """
 
+import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.checkpoint.importer import import_model
 from gpt4d.config import ConfigError
-from gpt4d.data import tokenizers, transformers_tokenizer
 from gpt4d.evaluation import results
 from gpt4d.evaluation.harness import Harness
-from gpt4d.evaluation.shared_model import SharedModel
 from gpt4d.evaluation.tasks import Tasks
-from gpt4d.inference import files_of, inference_plan, load_stage
-from gpt4d.task.task import InferenceConfig
 from tests.evaluation.offline_tasks import write_tasks
+from tests.support.data_files import one_line
+from tests.support.evaluation_models import TEXT, imported, shared_model
 from tests.support.grids import full
 
-TEXT = "The union of the states is a government of laws, and the people of every state are its strength. "
 PAIRS = [
     ("", "The union"),
     ("The union of", " the states"),
@@ -42,46 +36,16 @@ PROMPTS = [
     ("laws", {"until": [], "max_gen_toks": 5, "temperature": 0}),
 ]
 OWN = os.environ.get("GPT4D_MODEL")
-FAMILIES = ("own",) if OWN else ("gpt2", "llama")
-
-
-def models(family):
-    """Return a random model of transformers whose tokens depend on all tokens before them."""
-    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
-
-    torch.manual_seed(0)
-    special = {"bos_token_id": 0, "eos_token_id": 0}
-    config = (
-        GPT2Config(vocab_size=300, n_positions=48, n_embd=32, n_layer=2, n_head=4, **special)
-        if family == "gpt2"
-        else LlamaConfig(
-            vocab_size=300, max_position_embeddings=48, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, intermediate_size=48, tie_word_embeddings=True, **special,
-        )
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" not in name and "ln_" not in name:
-                parameter.mul_(8)
-    return model
+FAMILIES = "gpt2", "llama"
 
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
     """Return, by family, a directory of transformers and the run that it was imported into."""
-    made = {}
-    for family in FAMILIES:
-        source, run = (tmp_path_factory.mktemp(family) / name for name in ("source", "run"))
-        if family == "own":
-            source = OWN
-        else:
-            models(family).save_pretrained(source)
-            tokenizer = tokenizers.train([TEXT], 300)
-            transformers_tokenizer.write(tokenizer, {tokenizers.FILE: tokenizer.to_str().encode()}, source, 48)
-        import_model(str(source), run)
-        made[family] = source, run
-    return made
+    if not OWN:
+        return {family: imported(family, tmp_path_factory.mktemp(family)) for family in FAMILIES}
+    import_model(OWN, run := tmp_path_factory.mktemp("own") / "run")
+    return {"own": (OWN, run)}
 
 
 def harness_answers(lm):
@@ -97,18 +61,6 @@ def harness_answers(lm):
         [bool(greedy) for _, greedy in scores],
         lm.generate_until(requests(PROMPTS), disable_tqdm=True),
     )
-
-
-@contextmanager
-def shared_model(run, batch_size=3, **settings) -> Iterator[SharedModel]:
-    checkpoint = Checkpoint.open(run)
-    plan = inference_plan(checkpoint.meta.model, InferenceConfig(str(run), **settings), dist.get_world_size())
-    stage = load_stage(checkpoint, plan, dist.get_rank(), torch.device("cpu"), ranks_per_host=1)
-    files = files_of(checkpoint)
-    tokenizer = transformers_tokenizer.load(files, run, checkpoint.meta.model.max_positions)
-    yield SharedModel(stage, tokenizer, transformers_tokenizer.end_tokens(tokenizer, files), batch_size)
-    if stage.exchange:
-        stage.exchange.close()
 
 
 def answers_on_rank(runs, settings):
@@ -143,10 +95,7 @@ PLANS = [
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_log_likelihoods_and_texts_equal_those_of_the_harness(ranks, directories, expected, plan):
-    count = 1
-    for size in plan.values():
-        count *= size
-    found, *_ = ranks.run(count, answers_on_rank, [run for _, run in directories.values()], plan)
+    found, *_ = ranks.run(math.prod(plan.values()), answers_on_rank, [run for _, run in directories.values()], plan)
     for (scores, greedy, texts), (their_scores, their_greedy, their_texts) in zip(found, expected, strict=True):
         assert scores == pytest.approx(their_scores, abs=1e-5, rel=1e-5)
         assert greedy == their_greedy
@@ -196,20 +145,14 @@ def test_an_error_of_a_task_is_raised_on_all_ranks(ranks, directories):
     assert ranks.run(2, failing_on_rank, run) == ["tasks=a: a mistake"] * 2
 
 
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (["no_such_task"], "tasks=no_such_task: lm-evaluation-harness has no such task"),
-        (["broken.yaml"], "cannot be loaded .*; correct the task"),
-        (["remote.yaml"], "cannot be loaded .*; run the command once where there is a network"),
-    ],
-)
-def test_unusable_tasks_are_reported_in_one_line(tmp_path, monkeypatch, names, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "broken.yaml").write_text(
-        "task: broken\ndataset_path: json\ndataset_kwargs: {data_files: none.jsonl}\n"
-    )
-    (tmp_path / "remote.yaml").write_text("task: remote\ndataset_path: nobody/nothing\n")
-    with pytest.raises(ConfigError, match=message) as raised:
-        Tasks(names)
-    assert "\n" not in str(raised.value)
+def test_unusable_tasks_are_reported_in_one_line(tmp_path):
+    broken, remote = tmp_path / "broken.yaml", tmp_path / "remote.yaml"
+    broken.write_text("task: broken\ndataset_path: json\ndataset_kwargs: {data_files: none.jsonl}\n")
+    remote.write_text("task: remote\ndataset_path: nobody/nothing\n")
+    for name, message in (
+        ("no_such_task", "tasks=no_such_task: lm-evaluation-harness has no such task"),
+        (broken, "cannot be loaded .*; correct the task"),
+        (remote, "cannot be loaded .*; run the command once where there is a network"),
+    ):
+        with one_line(message):
+            Tasks([str(name)])

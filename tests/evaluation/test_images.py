@@ -1,6 +1,7 @@
 """FID equals its formula in float64 on every plan, and patches replace it without the network's weights."""
 
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -19,7 +20,7 @@ from gpt4d.evaluation.images import evaluate, fid, inception_features, training_
 from gpt4d.parallel.grid import Grid
 from gpt4d.task.image_generation import generated_images
 from gpt4d.task.patch_statistics import frechet_distance, patch_statistics
-from tests.checkpoint import meta
+from tests.support.checkpoints import meta
 from tests.support.grids import full, on_grid
 from tests.support.settings import configured
 from tests.support.stages import own_stage
@@ -67,13 +68,13 @@ def test_the_distance_of_features_equals_the_formula_in_float64(ranks, sizes):
 def evaluated(config, real, count, with_network):
     """Return, on a rank, the evaluation of a model with initial weights, and its images."""
     _, stage = own_stage(config, dist.get_world_size(), torch.float32)
-    before = module._unusable, module.inception_features, module._AT_ONCE
-    module.inception_features, module._AT_ONCE = lambda *_: features, 5
-    module._unusable = (lambda _: None) if with_network else module._unusable
-    try:
-        result = evaluate(stage, real, count, steps=2, seed=3)
-    finally:
-        module._unusable, module.inception_features, module._AT_ONCE = before
+    with pytest.MonkeyPatch.context() as patch:
+        if with_network:
+            package = ModuleType("torch_fidelity")
+            package.__spec__ = ModuleSpec("torch_fidelity", None)
+            patch.setitem(sys.modules, "torch_fidelity", package)
+            patch.setattr(module, "inception_features", lambda *_: features)
+        result = evaluate(stage, real, count, steps=2, seed=3, inception=__file__ if with_network else None)
     images = generated_images(stage, count, 2, 3)
     if stage.exchange:
         stage.exchange.close()
@@ -84,13 +85,12 @@ def evaluated(config, real, count, with_network):
     ("sizes", "settings"), [(GridSizes(), ()), (GridSizes(1, 1, 2), ("parallel.pipeline.stages=2",))]
 )
 def test_generated_images_are_compared_with_real_images_on_every_plan(ranks, sizes, settings):
-    config, real = configured([*UNET, "cluster=local", *on_grid(sizes), *settings]), random_images(30, 2)
+    config, real = configured([*UNET, "cluster=local", *on_grid(sizes), *settings]), random_images(70, 2)
     world_size = sizes.devices * (config.parallel.pipeline.stages or 1)
-    for result, images in ranks.run(world_size, evaluated, config, real, 12, True):
-        assert result.values == {
-            "fid": pytest.approx(expected_distance(images, real), rel=1e-6), "images": 12, "real_images": 30
-        }  # fmt: skip
-        assert "FID between 12 generated images and 30 real images: " in result.message
+    for result, images in ranks.run(world_size, evaluated, config, real, 66, True):
+        distance = pytest.approx(expected_distance(images, real), rel=1e-6)
+        assert result.values == {"fid": distance, "images": 66, "real_images": 70}
+        assert "FID between 66 generated images and 70 real images: " in result.message
         assert "fewer images than 2,048 features" in result.message
 
 
@@ -154,13 +154,24 @@ def test_weights_are_read_without_executing_code(package, tmp_path):
     assert not (tmp_path / "executed").exists()
 
 
-def test_the_error_for_weights_that_do_not_exist_or_a_missing_package_names_the_remedy(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match=r"inception=a/b\.pth: a/b\.pth: no such file; download https://"):
-        module._unusable("a/b.pth")
+def error_in_rank(inception):
+    """Return, on a rank without the package, the error of an evaluation with these weights."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module.importlib.util, "find_spec", lambda name: None)
+        try:
+            evaluate(None, A, 2, inception=inception)
+        except ConfigError as error:
+            return str(error)
+
+
+def test_the_error_for_weights_that_do_not_exist_or_a_missing_package_names_the_remedy(ranks, tmp_path):
     (tmp_path / "w.pth").touch()
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"w\.pth: the package torch-fidelity is not installed; run pip"):
-        module._unusable(str(tmp_path / "w.pth"))
+    for path, message in (
+        ("a/b.pth", "a/b.pth: no such file; download https://"),
+        (str(tmp_path / "w.pth"), "the package torch-fidelity is not installed; run pip"),
+    ):
+        (found,) = ranks.run(1, error_in_rank, path)
+        assert found.startswith(f"inception={path}: {message}")
 
 
 def images_in_rank(directory):

@@ -11,12 +11,12 @@ from gpt4d.parallel import compile
 def trace_only() -> None:
     """Let this process trace the functions that a GPU compiles, and not compile them, which takes a compiler."""
     torch.compile = partial(torch.compile, backend="eager")  # type: ignore[assignment]
-    compile._missing_compiler = lambda device: None
+    compile.missing_compiler = lambda device: None
 
 
 def enable(device: torch.device) -> None:
     """Let this process compile fused kernels if it does not yet. On a CPU, trace them only."""
-    if compile._enabled:
+    if compile.enabled:
         return
     if device.type == "cpu":
         trace_only()

@@ -21,10 +21,9 @@ from pathlib import Path
 import pytest
 
 from gpt4d.runtime import compile_cache
-from tests.gpu.budget import PART_S, table
 from tests.gpu.check import Check
 from tests.gpu.isolation import run_isolated
-from tests.gpu.results import FAIL, NOT_POSSIBLE, PASS, REPOSITORY, Results
+from tests.gpu.results import FAIL, NOT_POSSIBLE, PART_S, PASS, REPOSITORY, Results, table
 from tests.gpu.test_hardware import describe
 from tests.support.environment import HIDDEN
 

@@ -19,40 +19,22 @@ from gpt4d.validation import validate
 from tests.gpu import compiling
 from tests.gpu.check import Check, Unavailable
 from tests.gpu.processes import in_process
+from tests.support.grids import metric_lines as logged_steps
+from tests.support.run_files import events  # noqa: F401 – for the checks
 from tests.support.settings import configured
 
 # A model for rehearsals, which trains on sequences of 32 tokens.
 TINY_VOCABULARY = 300
-_TINY_TEXT = [
-    "model.layers=2",
-    "model.hidden=32",
-    "model.heads=4",
-    f"model.vocab_size={TINY_VOCABULARY}",
-    "model.max_positions=32",
-]
-_TINY_GPT = ["model=gpt_tiny", *_TINY_TEXT]
-TINY_LLAMA = [
-    *_TINY_TEXT,
-    "model.key_value_heads=2",
-    "model.head_size=8",
-    "model.inner=64",
-]
+_TINY_TEXT = f"model.layers=2 model.hidden=32 model.heads=4 model.vocab_size={TINY_VOCABULARY} model.max_positions=32"
+_TINY_GPT = ["model=gpt_tiny", *_TINY_TEXT.split()]
+TINY_LLAMA = [*_TINY_TEXT.split(), "model.key_value_heads=2", "model.head_size=8", "model.inner=64"]
 TINY_UNET = [
-    "model.channels=16",
-    "model.multipliers=[1,2]",
-    "model.attention_at=[16]",
-    "model.head_size=8",
-    "model.groups=4",
-]
+    "model.channels=16", "model.multipliers=[1,2]", "model.attention_at=[16]", "model.head_size=8", "model.groups=4",
+]  # fmt: skip
 _COMMON = [
-    "data.validation_fraction=0",
-    "train.validate_every=0",
-    "train.validation_batches=0",
-    "checkpoint.every=0",
-    "logging.sample_tokens=0",
-    "optim.algorithm=adamw",
-    "optim.warmup_steps=5",
-]
+    "data.validation_fraction=0", "train.validate_every=0", "train.validation_batches=0", "checkpoint.every=0",
+    "logging.sample_tokens=0", "optim.algorithm=adamw", "optim.warmup_steps=5",
+]  # fmt: skip
 _TEXT = ["data=jsonl", "data.processes=1"]
 _IMAGE_SIZE, _IMAGES = 32, 64
 _CORPUS_TOKENS = {"cuda": 400_000, "cpu": 20_000}
@@ -83,9 +65,13 @@ GPT_1B3 = Workload("gpt_1b3", 2048, (4, 16), 0.45)
 GPT_125M = Workload("gpt_125m", 1024, (16, 64), 0.25)
 
 
-def gpt_tiny(check: Check) -> list[str]:
-    """Return the overrides that select gpt_tiny, which is smaller in a rehearsal."""
-    return _TINY_GPT if check.rehearsal else ["model=gpt_tiny"]
+def gpt_tiny(check: Check, tokens: int) -> list[str]:
+    """Write a corpus, and return the overrides that train gpt_tiny on it; the model is smaller in a rehearsal."""
+    return [*(_TINY_GPT if check.rehearsal else ["model=gpt_tiny"]), *small_corpus(check, tokens)]
+
+
+def small_corpus(check: Check, tokens: int) -> list[str]:
+    return write_corpus(check.directory, TINY_VOCABULARY if check.rehearsal else 4096, tokens)
 
 
 def write_corpus(directory: Path, vocabulary: int, tokens: int) -> list[str]:
@@ -104,12 +90,9 @@ def write_corpus(directory: Path, vocabulary: int, tokens: int) -> list[str]:
             file.write(json.dumps({"text": " ".join(draw.choices(words[1:], k=length))}) + "\n")
             tokens -= length
     return [
-        *_TEXT,
-        *_COMMON,
-        f"data.path={directory / 'documents.jsonl'}",
-        f"data.tokenizer={directory / 'words.json'}",
+        *_TEXT, *_COMMON, f"data.path={directory / 'documents.jsonl'}", f"data.tokenizer={directory / 'words.json'}",
         f"data.cache_dir={directory / 'cache'}",
-    ]
+    ]  # fmt: skip
 
 
 def write_images(directory: Path) -> list[str]:
@@ -156,22 +139,9 @@ def save_only_at(step: int | None) -> None:
     RunCheckpoints.save = save_or_not
 
 
-def metric_lines(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl: logged steps, and events, which have the key ``event``."""
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def logged_steps(run_dir: Path) -> list[dict[str, Any]]:
-    return [line for line in metric_lines(run_dir) if "event" not in line]
-
-
 def losses(run_dir: Path) -> dict[int, float | None]:
     """Return the loss of each logged step; None if it was not finite."""
     return {line["step"]: line["loss"] for line in logged_steps(run_dir)}
-
-
-def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
-    return [line for line in metric_lines(run_dir) if line.get("event") == name]
 
 
 def measured_runs(check: Check) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import torch
 
 from tests.gpu import nccl
 from tests.gpu.check import Check, Unavailable
-from tests.gpu.timing import seconds_of
+from tests.gpu.usage import seconds_of
 
 _OLDEST_TORCH = (2, 11)
 _COPY_BYTES = {"cuda": 4 << 30, "cpu": 16 << 20}

@@ -13,9 +13,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
+import threading
 from collections import Counter, namedtuple
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,11 +25,11 @@ import torch
 
 from gpt4d.config.machine import this_machine
 from gpt4d.parallel import compile
-from tests.gpu import budget, compiling, conftest, nccl, test_layers, test_ranks, test_saving, test_speed, usage
+from tests.gpu import compiling, conftest, nccl, test_layers, test_ranks, test_runs, test_speed, usage
 from tests.gpu.check import Check, NotPossible, Unavailable
 from tests.gpu.isolation import run_isolated
 from tests.gpu.processes import in_process
-from tests.gpu.results import FAIL, NOT_POSSIBLE, PASS, REPOSITORY, Results
+from tests.gpu.results import COMPILE_S, FAIL, NOT_POSSIBLE, PART_S, PASS, REPOSITORY, Results, table
 from tests.gpu.runs import best_run
 
 
@@ -61,61 +62,49 @@ def test_without_a_gpu_all_checks_are_skipped_and_the_command_fails(tmp_path):
     assert "checks on a GPU were skipped: torch finds no GPU; use a machine that has one" in done.stdout
 
 
-def succeed(check: Check) -> None:
-    check.figure, check.values = "fine", {"earlier": sorted(check.earlier)}
-
-
-def fail(check: Check) -> None:
-    raise ValueError("the GPU\nis on fire")
-
-
-def lack_a_library(check: Check) -> None:
-    raise NotPossible("no library")
-
-
-def find_a_problem(check: Check) -> None:
-    check.figure = "figure"
-    check.require(2 < 1, "2 is not below 1")
-
-
-def die(check: Check) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def hang(check: Check) -> None:
-    """Start a rank that hangs, and hang. Report both process ids on standard output."""
-    rank = os.fork()
-    if rank:
-        print(f"processes {os.getpid()} {rank}", flush=True)
-    time.sleep(1000)
+def behave(kind: str, check: Check) -> None:
+    """Do what a check may do. One that hangs starts a rank that hangs, and prints both process ids."""
+    match kind:
+        case "succeeds":
+            check.figure, check.values = "fine", {"earlier": sorted(check.earlier)}
+        case "fails":
+            raise ValueError("the GPU\nis on fire")
+        case "lacks a library":
+            raise NotPossible("no library")
+        case "finds a problem":
+            check.require(2 < 1, "2 is not below 1")
+        case "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "hangs":
+            rank = os.fork()
+            if rank:
+                print(f"processes {os.getpid()} {rank}", flush=True)
+            threading.Event().wait()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("body", "problems", "log"),
+    ("kind", "problems", "log"),
     [
-        (succeed, [], None),
-        (fail, ["ValueError: the GPU is on fire"], "Traceback"),
-        (lack_a_library, [], None),
-        (find_a_problem, ["2 is not below 1"], ""),
-        (die, [f"the process ended with exit code {-signal.SIGKILL}"], ""),
+        ("succeeds", [], None),
+        ("fails", ["ValueError: the GPU is on fire"], "Traceback"),
+        ("lacks a library", [], None),
+        ("finds a problem", ["2 is not below 1"], ""),
+        ("dies", [f"the process ended with exit code {-signal.SIGKILL}"], ""),
+        ("hangs", ["no result within 5 s"], "processes"),
     ],
 )
-def test_a_check_that_fails_or_dies_reports_its_problem(tmp_path, body, problems, log):
-    done = run_isolated(body, Check("cpu", tmp_path, earlier={3: {}}), 60, os.environ)
+def test_a_check_that_fails_dies_or_hangs_reports_its_problem_and_leaves_no_process(tmp_path, kind, problems, log):
+    limit_s = 5 if kind == "hangs" else 60
+    done = run_isolated(partial(behave, kind), Check("cpu", tmp_path, earlier={3: {}}), limit_s, os.environ)
     assert done.problems == problems
     assert log is None or log in done.values["log"]
-    assert done.missing == ("no library" if body is lack_a_library else "")
-    if body is succeed:
+    assert done.missing == ("no library" if kind == "lacks a library" else "")
+    if kind == "succeeds":
         assert (done.figure, done.values) == ("fine", {"earlier": [3]})
-
-
-@pytest.mark.slow
-def test_a_check_that_hangs_leaves_no_process(tmp_path):
-    done = run_isolated(hang, Check("cpu", tmp_path), 5, os.environ)
-    assert done.problems == ["no result within 5 s"]
-    processes = re.search(r"processes (\d+) (\d+)", done.values["log"])
-    assert all(ends(int(process)) for process in processes.groups())
+    if kind == "hangs":
+        processes = re.search(r"processes (\d+) (\d+)", done.values["log"])
+        assert all(ends(int(process)) for process in processes.groups())
 
 
 def ends(process: int) -> bool:
@@ -128,23 +117,17 @@ def ends(process: int) -> bool:
         return bool(select.select([file], [], [], 60)[0])
 
 
-def test_results_remain_for_the_same_machine_unless_fresh(tmp_path):
+def test_results_remain_for_the_same_machine_unless_fresh_and_have_null_for_nan(tmp_path):
     path, machine = tmp_path / "results.json", {"torch": "2.11"}
     results = Results(path, "cuda", machine, fresh=False)
-    results.add(1, {"status": FAIL, "values": {}})
+    results.add(1, {"status": FAIL, "values": {"error": math.inf, "losses": [math.nan, 1.0]}})
     results.add(0, {"status": PASS, "values": {"rate": 3}})
-    again = Results(path, "cuda", machine, fresh=False)
+    json.loads(path.read_text(), parse_constant=pytest.fail)
+    again, not_finite = Results(path, "cuda", machine, fresh=False), {"error": None, "losses": [None, 1]}
     assert (again.passed(0), again.passed(1), again.passed(2)) == (True, False, False)
-    assert again.values() == {0: {"rate": 3}, 1: {}} and list(again.checks) == ["0", "1"]
+    assert again.values() == {0: {"rate": 3}, 1: not_finite} and list(again.checks) == ["0", "1"]
     for other, fresh in (({"torch": "2.12"}, False), (machine, True)):
         assert not Results(path, "cuda", other, fresh).checks
-
-
-def test_values_that_are_not_finite_become_null(tmp_path):
-    results = Results(tmp_path / "out.json", "cuda", {}, fresh=False)
-    results.add(0, {"status": PASS, "values": {"error": math.inf, "losses": [math.nan, 1.0]}})
-    document = json.loads(results.path.read_text(), parse_constant=pytest.fail)
-    assert document["checks"]["0"]["values"] == {"error": None, "losses": [None, 1]}
 
 
 def markers() -> list[dict[str, float]]:
@@ -162,8 +145,8 @@ def test_the_limits_of_a_part_fit_into_eight_minutes():
     limits = Counter()
     for marker in markers():
         limits[marker["part"]] += marker["limit_s"]
-        assert budget.COMPILE_S * marker.get("functions", 0) + marker["work_s"] < marker["limit_s"], marker
-    assert limits.keys() == {1, 2, 3} and max(limits.values()) <= budget.PART_S
+        assert COMPILE_S * marker.get("functions", 0) + marker["work_s"] < marker["limit_s"], marker
+    assert limits.keys() == {1, 2, 3} and max(limits.values()) <= PART_S
 
 
 def fake_check(**settings: float) -> SimpleNamespace:
@@ -186,8 +169,8 @@ def test_a_check_may_use_the_time_that_earlier_checks_of_its_part_leave():
 
 def test_a_rehearsal_adds_the_times_of_a_gpu_by_part():
     stated = {1: {"part": 1, "limit_s": 90, "functions": 12, "work_s": 5}, 12: {"part": 1, "limit_s": 30, "work_s": 7}}
-    table = budget.table({str(number): {"seconds": 10.4, "budget": values} for number, values in stated.items()})
-    lines = [line.split() for line in table.splitlines()]
+    text = table({str(number): {"seconds": 10.4, "budget": values} for number, values in stated.items()})
+    lines = [line.split() for line in text.splitlines()]
     assert ["1", "10", "60", "5", "75", "90"] in lines and ["12", "10", "0", "7", "17", "30"] in lines
     assert ["part", "1", "21", "60", "12", "93", "480"] in lines
 
@@ -222,7 +205,7 @@ def test_missing_prerequisites_are_named(tmp_path, monkeypatch):
     usage_of_disk = namedtuple("usage_of_disk", "free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage_of_disk(5e9))
     with pytest.raises(Unavailable, match="5 GB of free space for a checkpoint of 19 GB; set TMPDIR"):
-        test_saving.require_space(check, test_saving.checkpoint_bytes(["model=gpt_1b3"]))
+        test_runs.require_space(check, test_runs.checkpoint_bytes(["model=gpt_1b3"]))
     monkeypatch.setattr(test_ranks, "in_process", lambda _: (1, (2, 29, 7)))
     with pytest.raises(NotPossible, match=r"need NCCL 2\.30, and torch has loaded 2\.29\.7; use several GPUs"):
         test_ranks.test_ranks_train_and_reshard_and_name_a_hang_and_a_lost_rank(check)
@@ -271,7 +254,7 @@ def test_a_wrong_compiled_kernel_fails_check_1(tmp_path, monkeypatch, factor):
 
     check = Check("cpu", tmp_path)
     monkeypatch.setattr(torch, "compile", scaled)
-    monkeypatch.setattr(compile, "_compiled", {})
+    monkeypatch.setattr(compile, "compiled", {})
     monkeypatch.setattr(compiling, "enable", lambda device: None)
     monkeypatch.setattr(compiling, "num_graphs", lambda: 1)
     monkeypatch.setattr(test_layers, "CASES", {name: test_layers.CASES[name] for name in ("RMS norm", "attention")})

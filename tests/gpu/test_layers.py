@@ -1,6 +1,7 @@
 """Check 1: each layer, eager and compiled, against the same layer in float64 on the CPU, and equal random bits."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -35,7 +36,7 @@ from gpt4d.parallel.layers.sequence import TokenIndex
 from gpt4d.parallel.sharded_weights import ShardedWeights
 from tests.gpu import compiling
 from tests.gpu.check import Check
-from tests.gpu.timing import synchronize
+from tests.gpu.usage import synchronize
 
 _BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # norm of the error over the norm of the reference
 _DROP = 0.1
@@ -81,6 +82,13 @@ class Values:
         """Return values whose gradient is compared."""
         return self.inputs.setdefault(f"input {len(self.inputs)}", self.normal(*shape).requires_grad_())
 
+    def sequences(self) -> torch.Tensor:
+        return self.input(self.sizes.batch, self.sizes.length, self.sizes.hidden)
+
+    def rows(self, *fused: int) -> torch.Tensor:
+        """Return the features of all tokens, ``fused`` times."""
+        return self.input(self.sizes.batch * self.sizes.length, *fused, self.sizes.hidden)
+
     def images(self) -> torch.Tensor:
         """Return images with ``sizes.hidden`` channels."""
         return self.input(self.sizes.batch, 8, 8, self.sizes.hidden)
@@ -118,14 +126,10 @@ Case = Callable[[Values], tuple[nn.Module, Callable[[], torch.Tensor]]]
 """Builds a layer, and a function that calls it."""
 
 
-def _linear(**options: Any) -> Case:
-    def case(values: Values):
-        s = values.sizes
-        layer = Layer(LinearSpec(s.hidden, 2 * s.hidden, **options), values.weights)
-        x = values.input(s.batch, s.length, s.hidden)
-        return layer, lambda: run_alone(layer(x))
-
-    return case
+def _linear(values: Values, **options: Any):
+    hidden = values.sizes.hidden
+    layer, x = Layer(LinearSpec(hidden, 2 * hidden, **options), values.weights), values.sequences()
+    return layer, lambda: run_alone(layer(x))
 
 
 def _embedding(values: Values):
@@ -134,25 +138,14 @@ def _embedding(values: Values):
     return layer, lambda: layer(ids, values.tokens())
 
 
-def _positions(with_documents: bool) -> Case:
-    def case(values: Values):
-        s = values.sizes
-        layer = Layer(PositionEmbeddingSpec(s.length, s.hidden), values.weights)
-        x = values.input(s.batch * s.length, s.hidden)
-        return layer, lambda: layer(x, values.tokens(with_documents))
-
-    return case
+def _positions(values: Values, with_documents: bool = False):
+    layer = Layer(PositionEmbeddingSpec(values.sizes.length, values.sizes.hidden), values.weights)
+    x = values.rows()
+    return layer, lambda: layer(x, values.tokens(with_documents))
 
 
-def _layer_norm(values: Values):
-    s = values.sizes
-    layer, x = Layer(LayerNormSpec(s.hidden), values.weights), values.input(s.batch, s.length, s.hidden)
-    return layer, lambda: sum(layer(x, x))
-
-
-def _rms_norm(values: Values):
-    s = values.sizes
-    layer, x = Layer(RMSNormSpec(s.hidden), values.weights), values.input(s.batch, s.length, s.hidden)
+def _norm(values: Values, spec: type):
+    layer, x = Layer(spec(values.sizes.hidden), values.weights), values.sequences()
     return layer, lambda: sum(layer(x, x))
 
 
@@ -162,22 +155,15 @@ def _group_norm(values: Values):
     return layer, lambda: layer(x, *scale_and_shift)
 
 
-def _convolution(**options: Any) -> Case:
-    def case(values: Values):
-        hidden = values.sizes.hidden
-        layer, x = Layer(Conv2dSpec(hidden, hidden // 2, 3, padding=1, **options), values.weights), values.images()
-        return layer, lambda: run_alone(layer(x))
-
-    return case
+def _convolution(values: Values, **options: Any):
+    hidden = values.sizes.hidden
+    layer, x = Layer(Conv2dSpec(hidden, hidden // 2, 3, padding=1, **options), values.weights), values.images()
+    return layer, lambda: run_alone(layer(x))
 
 
 def _head(values: Values):
-    s = values.sizes
-    embedding, head = (
-        Layer(TokenEmbeddingSpec(s.columns, s.hidden), values.weights),
-        Layer(TiedHeadSpec(), values.weights),
-    )
-    x = values.input(s.batch, s.length, s.hidden)
+    embedding = Layer(TokenEmbeddingSpec(values.sizes.columns, values.sizes.hidden), values.weights)
+    head, x = Layer(TiedHeadSpec(), values.weights), values.sequences()
     return embedding, lambda: run_alone(head(x, embedding.weight))
 
 
@@ -188,81 +174,69 @@ def _cross_entropy(values: Values):
 
 
 def _gelu(values: Values):
-    s = values.sizes
-    x, bias = values.input(s.batch * s.length, s.hidden), values.input(s.hidden)
+    x, bias = values.rows(), values.input(values.sizes.hidden)
     return nn.Module(), lambda: gelu_of_biased(x, bias)
 
 
 def _swiglu(values: Values):
-    x = values.input(values.sizes.batch * values.sizes.length, 2, values.sizes.hidden)
+    x = values.rows(2)
     return nn.Module(), lambda: SwigluFunction.apply(x)
 
 
 def _router(values: Values):
-    s = values.sizes
-    layer = Layer(RouterSpec(s.hidden, 8, Scoring(2, normalized=True), 1, balance_rate=0.1, z_loss=0.1), values.weights)
-    x = values.input(s.batch * s.length, s.hidden)
+    spec = RouterSpec(values.sizes.hidden, 8, Scoring(2, normalized=True), 1, balance_rate=0.1, z_loss=0.1)
+    layer, x = Layer(spec, values.weights), values.rows()
     return layer, lambda: run_alone(layer(x)).weights
 
 
 def _experts(values: Values):
-    s, tokens = values.sizes, values.sizes.batch * values.sizes.length
-    layer = Layer(ExpertsSpec(s.hidden, 2 * s.hidden, 8), values.weights)
-    x, weights = values.input(tokens, s.hidden), values.input(tokens, 2)
+    layer = Layer(ExpertsSpec(values.sizes.hidden, 2 * values.sizes.hidden, 8), values.weights)
+    x = values.rows()
+    weights = values.input(len(x), 2)
     experts = torch.stack([values.ids(4).flatten(), 4 + values.ids(3).flatten()], 1)  # the last expert has no tokens
     wide = torch.promote_types(values.dtype, torch.float32)
     return layer, lambda: run_alone(layer(x, Routing(weights.to(wide), experts)))
 
 
 def _dropout(values: Values):
-    s = values.sizes
-    layer, x = Layer(DropoutSpec(_DROP), values.weights), values.input(s.batch * s.length, s.hidden)
+    layer, x = Layer(DropoutSpec(_DROP), values.weights), values.rows()
     layer.key = _KEY
     return layer, lambda: layer(x, values.tokens())
 
 
-def _attention(drop: float = 0.0, with_documents: bool = False) -> Case:
-    def case(values: Values):
-        s = values.sizes
-        layer = Layer(FusedAttentionSpec(s.heads, drop), values.weights)
-        layer.key = _KEY
-        qkv = values.input(s.batch * s.length, 3, s.hidden)
-        return layer, lambda: run_alone(layer(qkv, values.tokens(with_documents)))
-
-    return case
+def _attention(values: Values, drop: float = 0.0, with_documents: bool = False):
+    layer, qkv = Layer(FusedAttentionSpec(values.sizes.heads, drop), values.weights), values.rows(3)
+    layer.key = _KEY
+    return layer, lambda: run_alone(layer(qkv, values.tokens(with_documents)))
 
 
-def _grouped_attention(with_documents: bool = False, shared: bool = False) -> Case:
+def _grouped_attention(values: Values, with_documents: bool = False, shared: bool = False):
     """Rotated queries and keys, a quarter as many heads of keys and values as of queries."""
+    s = values.sizes
+    layer, rotary = Layer(AttentionSpec(s.heads), values.weights), Rotary(s.frequencies)
+    q = values.input(s.batch, s.length, s.heads, s.hidden // s.heads)
+    k, v = (values.input(s.batch, s.length, s.heads // 4, s.hidden // s.heads) for _ in range(2))
 
-    def case(values: Values):
-        s = values.sizes
-        layer, rotary = Layer(AttentionSpec(s.heads), values.weights), Rotary(s.frequencies)
-        q = values.input(s.batch, s.length, s.heads, s.hidden // s.heads)
-        k, v = (values.input(s.batch, s.length, s.heads // 4, s.hidden // s.heads) for _ in range(2))
+    def call() -> torch.Tensor:
+        tokens = values.tokens(with_documents, shared)
+        return run_alone(layer(rotary(q, tokens), rotary(k, tokens), v, tokens))
 
-        def call() -> torch.Tensor:
-            tokens = values.tokens(with_documents, shared)
-            return run_alone(layer(rotary(q, tokens), rotary(k, tokens), v, tokens))
-
-        return layer, call
-
-    return case
+    return layer, call
 
 
 CASES: dict[str, Case] = {
-    "linear": _linear(),
-    "linear transposed": _linear(transposed=True),
-    "linear fused": _linear(num_fused=3),
+    "linear": _linear,
+    "linear transposed": partial(_linear, transposed=True),
+    "linear fused": partial(_linear, num_fused=3),
     "embedding": _embedding,
-    "positions": _positions(with_documents=False),
-    "positions of documents": _positions(with_documents=True),
-    "layer norm": _layer_norm,
-    "RMS norm": _rms_norm,
+    "positions": _positions,
+    "positions of documents": partial(_positions, with_documents=True),
+    "layer norm": partial(_norm, spec=LayerNormSpec),
+    "RMS norm": partial(_norm, spec=RMSNormSpec),
     "group norm": _group_norm,
-    "convolution": _convolution(),
-    "convolution with stride": _convolution(stride=2),
-    "convolution of enlarged images": _convolution(upsampling=2),
+    "convolution": _convolution,
+    "convolution with stride": partial(_convolution, stride=2),
+    "convolution of enlarged images": partial(_convolution, upsampling=2),
     "head": _head,
     "cross-entropy": _cross_entropy,
     "GELU": _gelu,
@@ -270,14 +244,14 @@ CASES: dict[str, Case] = {
     "router": _router,
     "experts": _experts,
     "dropout": _dropout,
-    "attention": _attention(),
-    "attention of documents": _attention(with_documents=True),
-    "grouped attention": _grouped_attention(),
-    "grouped attention of documents": _grouped_attention(with_documents=True),
-    "attention of shared sequences": _grouped_attention(shared=True),
-    "attention of documents in shared sequences": _grouped_attention(with_documents=True, shared=True),
-    "attention with dropout": _attention(_DROP),
-    "attention of documents with dropout": _attention(_DROP, with_documents=True),
+    "attention": _attention,
+    "attention of documents": partial(_attention, with_documents=True),
+    "grouped attention": _grouped_attention,
+    "grouped attention of documents": partial(_grouped_attention, with_documents=True),
+    "attention of shared sequences": partial(_grouped_attention, shared=True),
+    "attention of documents in shared sequences": partial(_grouped_attention, with_documents=True, shared=True),
+    "attention with dropout": partial(_attention, drop=_DROP),
+    "attention of documents with dropout": partial(_attention, drop=_DROP, with_documents=True),
 }
 
 
@@ -307,11 +281,11 @@ def test_layers_agree_with_float64_on_the_cpu(check: Check) -> None:
     variants = [(dtype, bound, False) for dtype, bound in _BOUNDS.items()]
     variants.append((torch.bfloat16, _BOUNDS[torch.bfloat16], True))
     for name, case in CASES.items():
-        with patch.object(compile, "_enabled", False):
+        with patch.object(compile, "enabled", False):
             reference = compute(case, SIZES[check.device_type], torch.float64, torch.device("cpu"))
         for dtype, bound, compiled in variants:
             variant = str(dtype).removeprefix("torch.") + " compiled" * compiled
-            with patch.object(compile, "_enabled", compiled):
+            with patch.object(compile, "enabled", compiled):
                 found = compute(case, SIZES[check.device_type], dtype, device)
             for tensor, exact in reference.items():
                 error = ((found[tensor].to(exact) - exact).norm() / exact.norm()).item()
@@ -322,7 +296,7 @@ def test_layers_agree_with_float64_on_the_cpu(check: Check) -> None:
     check.require(graphs > 0, "no layer has a compiled function")
     largest = {variant: max(by_tensor.values()) for variant, by_tensor in errors.items()}
     check.figure = "errors up to " + ", ".join(f"{error:.1e} in {variant}" for variant, error in largest.items())
-    with patch.object(compile, "_enabled", False):
+    with patch.object(compile, "enabled", False):
         _check_bits(check, device)
         _check_kernels(check, SIZES[check.device_type], device)
 

@@ -44,28 +44,21 @@ from tests.gpu.small_training import Answer, GridCase, build_step, compare, loca
 
 _RANKS_OF_SHARED_GPU = 8
 _SPLIT_TOKENS = {"chunks": 2, "sequence_parallel": True}
+_CACHED = {"cache_layers": "all", "cache_scope": "step"}
+_SELECTIVE = {"activation_checkpointing": "selective", "loss_chunks": 2}
 _CASES_OF_SHARED_GPU = [
     GridCase(GridSizes(2, 2, 2, 1), parallel=_SPLIT_TOKENS),
-    GridCase(
-        GridSizes(1, 2, 2, 2),
-        microbatches=2,
-        shard_states=True,
-        parallel={"cache_layers": "all", "cache_scope": "step"},
-        train={"activation_checkpointing": "selective", "loss_chunks": 2},
-    ),
+    GridCase(GridSizes(1, 2, 2, 2), microbatches=2, shard_states=True, parallel=_CACHED, train=_SELECTIVE),
 ]
 # Ranks that compile for themselves must still compute the same bits.
 _COMPILED = GridCase(GridSizes(1, 2, 1, 1), compiled=True)
 _CASES = {
     2: [
-        GridCase(GridSizes(1, 1, 2, 1)),
-        GridCase(GridSizes(2, 1, 1, 1), parallel=_SPLIT_TOKENS),
-        GridCase(GridSizes(1, 1, 1, 2), shard_states=True),
+        GridCase(GridSizes(z=2)),
+        GridCase(GridSizes(x=2), parallel=_SPLIT_TOKENS),
+        GridCase(GridSizes(data=2), shard_states=True),
     ],
-    4: [
-        GridCase(GridSizes(2, 2, 1, 1), parallel=_SPLIT_TOKENS),
-        GridCase(GridSizes(1, 1, 2, 2), shard_states=True),
-    ],
+    4: [GridCase(GridSizes(2, 2, 1, 1), parallel=_SPLIT_TOKENS), GridCase(GridSizes(1, 1, 2, 2), shard_states=True)],
 }
 _PIPELINES = {ranks: GridCase(GridSizes(1, 1, ranks // 2, 1), stages=2, microbatches=4) for ranks in _CASES}
 _TIMEOUT_S = {"cuda": 5.0, "cpu": 1.0}  # timeout of a collective

@@ -1,26 +1,47 @@
-"""Checks 6 and 7: speed and memory of the training of a model with several microbatches, and the kernels of a step."""
+"""Checks 6, 7, 10 and 11: speed, memory and kernels of models, the cost of some decisions, and the planner's times.
+
+6 and 7: speed and memory of the training of a model with several microbatches, and the kernels of a step. 10: cost of
+some decisions, each reverted in alternating steps of gpt_1b3. 11: the planner predicts the step times of check 6, from
+a calibration of this device and without one.
+"""
 
 import gzip
 import json
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from gpt4d.config import GridSizes
 from gpt4d.config.machine import this_machine
+from gpt4d.model import registry
+from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.parallel import compile
+from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layers import linear_kernels
+from gpt4d.parallel.layers.norm import LayerNormSpec
+from gpt4d.parallel.pipeline.runtime import StageRuntime, whole_model
+from gpt4d.parallel.stage import Stage
+from gpt4d.planner import calibrate
 from gpt4d.planner.estimate import Estimate
 from gpt4d.planner.resolve import resolve
+from gpt4d.step import TrainStep, build_stage
 from gpt4d.trainer import Trainer
+from gpt4d.validation import validate
 from tests.gpu import compiling, runs
 from tests.gpu.check import Check, Unavailable
 from tests.gpu.processes import in_process
-from tests.gpu.runs import GPT_1B3, GPT_125M, Workload
-from tests.gpu.usage import device_memory, reserved_gib
+from tests.gpu.runs import GPT_1B3, GPT_125M, Workload, best_run, measured_runs
+from tests.gpu.usage import device_memory, reserved_gib, seconds_of
 from tests.support.settings import configured
 
 _STEPS, _LOGGED, _PROFILED = 15, 5, 8  # the last five steps are measured, and not profiled
@@ -29,6 +50,18 @@ _KERNELS = 10
 _MEMORY_ERROR = 0.1
 _MAX_IDLE = 0.05  # share of a step of a large model
 _CATEGORIES = {"cuda": ("kernel", "gpu_memcpy", "gpu_memset"), "cpu": ("cpu_op",)}  # kinds of events in a trace
+_ROUNDS = 5
+_VARIANT_STEPS = {"cuda": 3, "cpu": 1}  # steps of each variant in a round
+_WARM_UP = 2
+_MAX_COST = 0.05  # maximum share of a step that a decision for precision costs
+TODAY = "today"
+_uses: Counter[str] = Counter()  # calls of each replaced function
+_ERROR = 0.2
+# In a rehearsal the calibration only has to run.
+_SHORT = {
+    "MIN_MEASURED_S": 0.0, "ROUNDS": 1, "MATRIX_SIZE": {"cpu": 64}, "ATTENTION_SHAPE": {"cpu": (1, 16, 2, 8)},
+    "LARGE_MODEL": GPT2Config(layers=2, hidden=128, heads=4, vocab_size=128, max_positions=32),
+}  # fmt: skip
 
 
 @pytest.mark.gpu(number=6, part=2, limit_s=155, functions=16, work_s=60)
@@ -49,12 +82,9 @@ def _check(check: Check, workload: Workload, micro_batches: Sequence[int]) -> No
     measured = check.values["runs"] = []
     for micro_batch in micro_batches:
         overrides = [
-            *workload.overrides(check.rehearsal),
-            f"cluster.memory_gib={total_gib}",
-            f"cluster.reserved_gib={used_gib}",
-            f"train.batch_size={micro_batch}",
-            "train.precision=bf16",
-        ]
+            *workload.overrides(check.rehearsal), f"cluster.memory_gib={total_gib}",
+            f"cluster.reserved_gib={used_gib}", f"train.batch_size={micro_batch}", "train.precision=bf16",
+        ]  # fmt: skip
         planned_gib, cache_layers = in_process(_plan, [*overrides, *corpus])
         if planned_gib <= total_gib:
             run = _measure(check, [*overrides, *corpus], micro_batch)
@@ -117,7 +147,7 @@ def _observe(trainer: Trainer) -> Callable[[], dict[str, Any]]:
     The host's time can be as long as the step, because the host waits while the queue of launches is full.
     """
     runs.never_save(trainer)
-    step, seconds, graphs = trainer._step, list[float](), list[int]()
+    step, seconds, graphs = trainer.step, list[float](), list[int]()
 
     def observed(*args: Any) -> Any:
         graphs.append(compiling.num_graphs())
@@ -126,7 +156,7 @@ def _observe(trainer: Trainer) -> Callable[[], dict[str, Any]]:
         seconds.append(time.perf_counter() - started)
         return result
 
-    trainer._step = observed  # type: ignore[method-assign]
+    trainer.step = observed  # type: ignore[method-assign]
 
     def report() -> dict[str, Any]:
         _, used_gib = device_memory(trainer.device)
@@ -168,3 +198,108 @@ def kernels(recorded: Sequence[dict[str, Any]], step_s: float) -> list[dict[str,
         {"name": name, "calls": calls[name], "ms": total / 1e3, "share": total / 1e6 / step_s}
         for name, total in microseconds.most_common(_KERNELS)
     ]
+
+
+@pytest.mark.gpu(number=10, part=3, limit_s=110, work_s=90)
+def test_gradients_in_fp32_cost_little_of_a_step(check: Check) -> None:
+    device, best = check.device, best_run(check)
+    config, micro_batch = validate(configured([*best["overrides"], "optim.lr=1e-5"]), 1).config, best["micro_batch"]
+    check.values["cache_layers"] = config.parallel.cache_layers
+    stage = build_stage(config, Grid.single_device(), device)
+    step = TrainStep(stage, whole_model(lambda module, batch: cast(Any, module).loss_sum(*batch)), config.optim)
+    ids = torch.randint(cast(Any, config.model).vocab_size, (micro_batch, config.train.seq_len), device=device)
+    batch = ids, ids.roll(-1, 1), torch.arange(micro_batch, device=device)
+    recomputed = {0: registry.describe(config.model).layer_weights(recompute=True)}
+    variants: dict[str, Callable[[], AbstractContextManager]] = {
+        TODAY: nullcontext,
+        "weight gradients in bf16": lambda: patch.object(linear_kernels, "product", _rounded_product),
+        "norm gradients in bf16": lambda: patch.object(LayerNormSpec, "forward", _norm_with_rounded_gradients),
+        "full activation checkpointing": lambda: _recompute(step, recomputed),
+        "selective activation checkpointing": lambda: _changed(stage, recompute_inputs=True),
+        "no compiled functions": lambda: patch.object(compile, "enabled", False),
+    }
+    seconds = _alternate(variants, lambda: step([batch], 1, ids.numel(), 1e-5), device)
+    figures = [f"{statistics.median(seconds[TODAY]) * 1e3:.0f} ms"]
+    for name in list(variants)[1:]:
+        changes = [variant / today - 1 for today, variant in zip(seconds[TODAY], seconds[name], strict=True)]
+        change = statistics.median(changes)
+        check.values[name] = {"change": change, "min": min(changes), "max": max(changes)}
+        figures.append(f"{name} {change:+.1%} ({min(changes):+.1%} to {max(changes):+.1%})")
+        if name.endswith("bf16"):
+            check.require(_uses[name] > 0, f"{name}: the variant replaces nothing that a step calls")
+            cost = 1 / (1 + change) - 1
+            check.require(cost < _MAX_COST or check.rehearsal, f"{name}: gradients in fp32 cost {cost:.1%} of a step")
+    check.values |= {"micro_batch": micro_batch, "seconds": seconds}
+    check.figure = ", ".join(figures)
+
+
+def _alternate(
+    variants: dict[str, Callable[[], AbstractContextManager]], work: Callable[[], object], device: torch.device
+) -> dict[str, list[float]]:
+    """Return the seconds of ``work`` in each round, by variant: the machine's speed drifts for all of them alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for number in range(-1, _ROUNDS):
+        for name, variant in variants.items():
+            with variant():
+                measured = seconds_of(work, device, _WARM_UP if number < 0 else _VARIANT_STEPS[device.type], warm_up=0)
+            if number >= 0:
+                seconds[name].append(measured)
+    return seconds
+
+
+def _rounded_product(
+    a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, added_to: torch.Tensor | None = None
+) -> torch.Tensor:
+    _uses["weight gradients in bf16"] += 1
+    return (a @ b).to(dtype) if added_to is None else added_to.add_(a @ b)
+
+
+def _norm_with_rounded_gradients(
+    spec: LayerNormSpec, layer: Any, x: torch.Tensor, branch: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalize as a LayerNorm does on a grid with y=1, with parameters, and thus their gradients, in x's dtype."""
+    _uses["norm gradients in bf16"] += 1
+    x = x if branch is None else x + branch
+    return x, F.layer_norm(x, layer.weight.shape, layer.weight.to(x.dtype), layer.bias.to(x.dtype), spec.epsilon)
+
+
+def _changed(stage: Stage, **settings: bool) -> AbstractContextManager:
+    """Change settings of the stage's context."""
+    return patch.object(stage.weights, "context", replace(stage.weights.context, **settings))
+
+
+@contextmanager
+def _recompute(step: TrainStep, layer_weights: Any) -> Iterator[None]:
+    stage = step.stage
+    with _changed(stage, recompute=True), patch.object(stage, "layer_weights", layer_weights):
+        runtime = StageRuntime(stage, step.reducer, step.runtime.compute)  # a runtime plans the order of weights once
+        with patch.object(step, "runtime", runtime):
+            yield
+
+
+@pytest.mark.gpu(number=11, part=3, limit_s=130, work_s=60)
+def test_the_planner_predicts_the_step_times(check: Check) -> None:
+    measured, path = measured_runs(check), check.directory / "here.yaml"
+    in_process(_calibrate, path, check.rehearsal)
+    figures, rows = [], []
+    for cluster in (str(path), "auto"):
+        name = "cluster=auto" if cluster == "auto" else "calibrated"
+        for run in measured:
+            batch = [f"train.batch_size={run['micro_batch']}", "train.precision=bf16", f"cluster={cluster}"]
+            config = validate(configured([*GPT_1B3.overrides(check.rehearsal), *batch]), 1).config
+            planned_s = Estimate(config, GridSizes()).plan(run["micro_batch"]).step_time_s
+            measured_s = run["step_time_s"]
+            error = planned_s / measured_s - 1
+            times = f"{planned_s * 1e3:.0f} ms planned, {measured_s * 1e3:.0f} ms measured ({error:+.1%})"
+            figures.append(f"{name}, microbatch {run['micro_batch']}: {times}")
+            check.require(abs(error) <= _ERROR or check.rehearsal, f"{figures[-1]}: the planned time is off")
+            row = {"micro_batch": run["micro_batch"], "planned_s": planned_s, "measured_s": measured_s}
+            rows.append(row | {"cluster": asdict(config.cluster)})
+    check.values["predictions"] = rows
+    check.figure = "; ".join(figures)
+
+
+def _calibrate(path: Path, rehearsal: bool) -> None:
+    if rehearsal:
+        vars(calibrate).update(_SHORT)
+    calibrate.main([f"out={path}"])

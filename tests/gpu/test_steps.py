@@ -27,29 +27,16 @@ class Case(NamedTuple):
     compiled: bool = False
 
 
-_DOCUMENTS = "data.reset_attention=true"
+_DROPOUT, _DOCUMENTS = "model.dropout=0.1", "data.reset_attention=true"
+_SELECTIVE = [_DOCUMENTS, "train.activation_checkpointing=selective", "train.loss_chunks=4", "optim.algorithm=muon"]
+_FULL = [
+    "model.attention_dropout=0.1", "train.micro_batch_size=2", "train.activation_checkpointing=full",
+    "parallel.chunks=2", "parallel.cache_layers=all", "parallel.cache_scope=step",
+]  # fmt: skip
 OPTIONS = {
-    "GPT compiled": Case(["model.dropout=0.1"], compiled=True),
-    "GPT with documents, selective checkpointing, chunks of the loss, Muon": Case(
-        [
-            "model.dropout=0.1",
-            _DOCUMENTS,
-            "train.activation_checkpointing=selective",
-            "train.loss_chunks=4",
-            "optim.algorithm=muon",
-        ]
-    ),
-    "GPT with chunks, weights cached per step, full checkpointing": Case(
-        [
-            "model.dropout=0.1",
-            "model.attention_dropout=0.1",
-            "train.micro_batch_size=2",
-            "train.activation_checkpointing=full",
-            "parallel.chunks=2",
-            "parallel.cache_layers=all",
-            "parallel.cache_scope=step",
-        ]
-    ),
+    "GPT compiled": Case([_DROPOUT], compiled=True),
+    "GPT with documents, selective checkpointing, chunks of the loss, Muon": Case([_DROPOUT, *_SELECTIVE]),
+    "GPT with chunks, weights cached per step, full checkpointing": Case([_DROPOUT, *_FULL]),
 }
 FLOAT8 = {"GPT in float8": Case(["train.precision=fp8"])}
 _QWEN = ["model=llama_tiny", "model.qk_norm=true", "model.qkv_bias=true", _DOCUMENTS]
@@ -60,21 +47,17 @@ _UNET = ["model=unet_tiny", "model.dropout=0.1", "logging.sample_images=2", "log
 @pytest.mark.gpu(number=2, part=1, limit_s=85, functions=10, work_s=20)
 def test_the_host_of_a_step_never_waits_for_the_gpu(check: Check) -> None:
     # Short sequences, because the same steps take much longer on the CPU.
-    text = [*runs.gpt_tiny(check), *([] if check.rehearsal else ["train.seq_len=64"]), *_corpus(check)]
+    text = [*runs.gpt_tiny(check, 30_000), *([] if check.rehearsal else ["train.seq_len=64"])]
     options = OPTIONS | (FLOAT8 if in_process(float8_kernels.supports, check.device) else {})
     _check(check, {name: Case([*text, *case.overrides], case.compiled) for name, case in options.items()})
 
 
 @pytest.mark.gpu(number=12, part=3, limit_s=215, functions=36, work_s=20)
 def test_llamas_and_unets_train_without_waits_and_recompilations(check: Check) -> None:
-    qwen = [*_QWEN, *_corpus(check), *(runs.TINY_LLAMA if check.rehearsal else [])]
+    qwen = [*_QWEN, *runs.small_corpus(check, 30_000), *(runs.TINY_LLAMA if check.rehearsal else [])]
     unet = [*_UNET, *runs.write_images(check.directory), *(runs.TINY_UNET if check.rehearsal else [])]
     _check(check, {"Qwen": Case(qwen, compiled=True), "U-Net": Case(unet, compiled=True)})
     check.require(bool(runs.events(_directory(check, "U-Net"), "sample")), "U-Net: no images at the end")
-
-
-def _corpus(check: Check) -> list[str]:
-    return runs.write_corpus(check.directory, runs.TINY_VOCABULARY if check.rehearsal else 4096, 30_000)
 
 
 def _directory(check: Check, name: str) -> Path:
@@ -124,7 +107,7 @@ def _reject_synchronization(trainer: Trainer) -> Callable[[], tuple[int, int]]:
                 pass
             else:
                 raise AssertionError("torch does not report that item() waits for the GPU; the check shows nothing")
-    graphs, finish = dict[int, int](), trainer._finish  # number of compiled functions after each step
+    graphs, finish = dict[int, int](), trainer.finish  # number of compiled functions after each step
 
     def after_warm_up(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -139,12 +122,12 @@ def _reject_synchronization(trainer: Trainer) -> Callable[[], tuple[int, int]]:
 
     def eager_finish() -> None:
         graphs[trainer.progress.step] = compiling.num_graphs()
-        compile._enabled = False  # samples have other shapes than batches
+        compile.enabled = False  # samples have other shapes than batches
         finish()
 
-    trainer._step = after_warm_up(trainer._step)
-    trainer._read = after_warm_up(trainer._read)
-    trainer._finish = eager_finish  # type: ignore[method-assign]
+    trainer.step = after_warm_up(trainer.step)
+    trainer.read = after_warm_up(trainer.read)
+    trainer.finish = eager_finish  # type: ignore[method-assign]
     return lambda: (graphs[_WARM_UP + _STEPS], graphs[_WARM_UP + _STEPS] - graphs[_WARM_UP])
 
 

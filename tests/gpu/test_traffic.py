@@ -19,7 +19,7 @@ from gpt4d.parallel.comm.pending import Pending
 from gpt4d.parallel.comm.process_group import ProcessGroupTransport, all_gather, reduce_scatter
 from gpt4d.runtime import gpu
 from tests.gpu.check import Check
-from tests.gpu.timing import seconds_of, synchronize
+from tests.gpu.usage import seconds_of, synchronize
 
 _ELEMENTS = {"cuda": 1 << 29, "cpu": 1 << 16}  # elements of a shard, bf16
 _FEW_ELEMENTS = 1 << 12

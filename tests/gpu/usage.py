@@ -1,11 +1,13 @@
-"""Memory, contexts and communicators that processes use on GPUs."""
+"""Time of work on a device, and the memory, contexts and communicators that processes use on GPUs."""
 
 import csv
 import os
 import re
 import shutil
 import subprocess
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,6 +16,23 @@ from gpt4d.planner.estimate import GIB
 
 _COMMUNICATOR = re.compile(r"comm 0x[0-9a-f]+ rank \d+ nranks (\d+) .*Init COMPLETE")
 _QUERY = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader"]
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_of(work: Callable[[], object], device: torch.device, repeats: int = 10, warm_up: int = 3) -> float:
+    """Return the seconds of one call of ``work``, the mean of ``repeats`` calls after ``warm_up`` others."""
+    for _ in range(warm_up):
+        work()
+    synchronize(device)
+    started = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    synchronize(device)
+    return (time.perf_counter() - started) / repeats
 
 
 def device_memory(device: torch.device) -> tuple[float, float]:

@@ -7,7 +7,10 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig as PeftConfig
+from peft import PeftModel, get_peft_model
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from gpt4d.checkpoint import adapter_files, exporter
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
@@ -21,11 +24,11 @@ from gpt4d.step import TrainStep, build_stage
 from gpt4d.task.language import LanguageModeling
 from gpt4d.validation import validate
 from tests.exactness.cases import draw
-from tests.exactness.comparison import _batch, check, microbatches
+from tests.exactness.comparison import check, microbatches
 from tests.support.grids import full, metric_lines, on_grid, train_in_rank
 from tests.support.settings import configured
 
-RATE, STEPS = 1e-3, 20
+RATE, STEPS = 1e-3, 10
 LORA = ["lora.rank=3", "optim.algorithm=adamw", "train.batch_size=4", "train.seq_len=16"]
 SETTINGS = {
     "gpt_tiny": ["model.vocab_size=4096", "model.dropout=0", "model.attention_dropout=0"],
@@ -53,9 +56,6 @@ def reader(stage):
 
 def model_of_peft(stage, directory):
     """Return transformers' model with the same weights and peft's adapters, both read from files in our names."""
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
     config, read = stage.module.spec.config, reader(stage)
     base = replace(config, lora=None)
     adapter = registry.of(base).hugging_face()
@@ -84,8 +84,8 @@ def beside_peft(name, directory):
     step = TrainStep(stage, partial(LanguageModeling.compute, None), settings)
     losses: tuple[list[float], list[float]] = [], []
     for number in range(STEPS):
-        batch = _batch(plan.config, number)
-        result = step(microbatches(plan, stage, number), plan.microbatches, batch.targets.numel(), RATE)
+        (batch,) = microbatches(plan, stage, number)
+        result = step([batch], 1, batch.targets.numel(), RATE)
         loss = F.cross_entropy(theirs(batch.inputs["ids"]).logits.flatten(0, 1), batch.targets.flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, settings.clip_norm)
@@ -140,33 +140,20 @@ MIXTURE = ["model=moe", "model.experts=4", "model.inner=16", "model.head_size=6"
 
 @pytest.mark.parametrize(
     ("model", "targets", "grid"),
-    [([], "[qkv,output,up,down]", GridSizes(2, 2)), (MIXTURE, "[qkv,output]", GridSizes(1, 1, 4))],
+    [([], "[qkv,output,up,down]", GridSizes(2, 2)), full(MIXTURE, "[qkv,output]", GridSizes(1, 1, 4))],
     ids=["gpt", "moe"],
 )
 def test_a_run_starts_from_a_model_without_adapters_and_resumes_on_another_grid(
     ranks, tiny, tmp_path, model, targets, grid
 ):
-    settings = [f"model.{key}" for key in ("layers=2", "hidden=24", "heads=4", "vocab_size=300", "max_positions=32")]
-    settings += model
     base, run, serial = (tmp_path / name for name in ("base", "run", "serial"))
-    ranks.run(1, train_in_rank, tiny(*settings, "train.steps=2", f"run.dir={base}"))
-    lora = [
-        *settings,
-        "lora.rank=2",
-        f"lora.targets={targets}",
-        f"checkpoint.init={base}",
-        "train.steps=6",
-        "optim.ema_decay=0.5",
-    ]
+    ranks.run(1, train_in_rank, tiny(*model, "train.steps=2", f"run.dir={base}"))
+    lora = [*model, "lora.rank=2", f"lora.targets={targets}", f"checkpoint.init={base}", "optim.schedule_steps=6"]
+    lora += ["train.steps=6", "optim.ema_decay=0.5"]
     ranks.run(1, train_in_rank, tiny(*lora, f"run.dir={serial}"))
-    short = tiny(*lora, f"run.dir={run}", "checkpoint.every=3", *on_grid(grid))
-    ranks.run(
-        4,
-        train_in_rank,
-        replace(short, train=replace(short.train, steps=3), optim=replace(short.optim, schedule_steps=6)),
-    )
-    resumed = [*lora, f"run.dir={run}", "optim.schedule_steps=6", "checkpoint.allow_changes=[optim.schedule_steps]"]
-    ranks.run(2, train_in_rank, tiny(*resumed, "parallel.pipeline.stages=2"))
+    short = tiny(*lora, f"run.dir={run}", "train.steps=3", *on_grid(grid))
+    ranks.run(4, train_in_rank, short)
+    ranks.run(2, train_in_rank, tiny(*lora, f"run.dir={run}", "parallel.pipeline.stages=2"))
     losses = [[line["loss"] for line in metric_lines(directory)] for directory in (serial, run)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5) and len(losses[0]) == 6
     first, last = (Checkpoint.open(directory).files for directory in (base, run))
@@ -179,19 +166,14 @@ def test_a_run_starts_from_a_model_without_adapters_and_resumes_on_another_grid(
 
 
 def test_adapters_of_peft_are_imported_and_exported_without_a_change(tmp_path):
-    from peft import LoraConfig as PeftConfig
-    from peft import PeftModel, get_peft_model
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(vocab_size=50, num_hidden_layers=2, max_position_embeddings=32, **sizes)
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path / "base")
     targets = ["q_proj", "v_proj", "down_proj"]
-    theirs = get_peft_model(
-        model, PeftConfig(r=3, lora_alpha=5, target_modules=targets, init_lora_weights=False)
-    ).eval()
+    settings = PeftConfig(r=3, lora_alpha=5, target_modules=targets, init_lora_weights=False)
+    theirs = get_peft_model(model, settings).eval()
     theirs.save_pretrained(tmp_path / "adapter")
     import_model(str(tmp_path / "base"), tmp_path / "run", "none", str(tmp_path / "adapter"))
     checkpoint = Checkpoint.open(tmp_path / "run")
@@ -204,9 +186,8 @@ def test_adapters_of_peft_are_imported_and_exported_without_a_change(tmp_path):
         assert torch.allclose(merged(ids).logits, expected, atol=1e-5)
         exporter.export_adapter(checkpoint, tmp_path / "ours")
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-        assert torch.allclose(
-            PeftModel.from_pretrained(base, tmp_path / "ours").eval()(ids).logits, expected, atol=1e-5
-        )
+        ours = PeftModel.from_pretrained(base, tmp_path / "ours").eval()
+        assert torch.allclose(ours(ids).logits, expected, atol=1e-5)
 
 
 def test_planned_memory_of_adapters_is_below_half_of_the_memory_of_full_fine_tuning():
@@ -224,22 +205,19 @@ def test_planned_memory_of_adapters_is_below_half_of_the_memory_of_full_fine_tun
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model=unet_tiny", "lora.rank=4"], "lora.rank=4: .*unet"),
-        (["lora.rank=4", "train.precision=fp8"], "lora.rank=4"),
+        ("model=unet_tiny lora.rank=4", "lora.rank=4: .*unet"),
+        ("lora.rank=4 train.precision=fp8", "lora.rank=4"),
+        ("lora.rank=4 optim.algorithm=muon", "^optim.algorithm=muon: lora.rank=4 freezes .*; use train=finetune, or "),
+        ("lora.targets=[qkv]", "lora.targets"),
+        ("lora.rank=4 lora.targets=[q_proj]", r"^lora.targets\[0\]=q_proj: use one of qkv, output, up, down"),
+        ("lora.rank=4 lora.targets=[]", r"lora.targets=\[\]"),
         (
-            ["lora.rank=4", "optim.algorithm=muon"],
-            "^optim.algorithm=muon: lora.rank=4 freezes .*; use train=finetune, or ",
-        ),
-        (["lora.targets=[qkv]"], "lora.targets"),
-        (["lora.rank=4", "lora.targets=[q_proj]"], r"^lora.targets\[0\]=q_proj: use one of qkv, output, up, down"),
-        (["lora.rank=4", "lora.targets=[]"], r"lora.targets=\[\]"),
-        (
-            ["model=moe", "model.layers=2", "lora.rank=4"],
+            "model=moe model.layers=2 lora.rank=4",
             r"^lora.targets=\[qkv,output,up,down\]: adapters of experts are not .*; set lora.targets=\[qkv,output\]",
         ),
     ],
 )
 def test_mistakes_are_reported_in_one_line(overrides, message):
     with pytest.raises(ConfigError, match=message) as raised:
-        validate(configured(["model=gpt_tiny", "optim.algorithm=adamw", *overrides]), 1)
+        validate(configured(["model=gpt_tiny", "optim.algorithm=adamw", *overrides.split()]), 1)
     assert "\n" not in str(raised.value)

@@ -15,8 +15,8 @@ from gpt4d.model.llama import hugging_face as hf
 from gpt4d.model.llama.config import LlamaConfig as Settings
 from gpt4d.model.llama.frequencies import frequencies, scale
 from gpt4d.model.olmo2.config import Olmo2Config
-from tests.model.test_llama import relative
 from tests.support.grids import build_model, fill_from_hf, full
+from tests.support.model_oracles import relative, with_random_weights
 
 LENGTH, ORIGINAL = 96, 16
 SIZES = {
@@ -63,14 +63,7 @@ def library_model(config, float64):
     settings._attn_implementation = "sdpa"
     float64(AutoModelForCausalLM._model_mapping[type(settings)])
     model = AutoModelForCausalLM.from_config(settings).double().eval()
-    if isinstance(config, Gemma3Config):
-        model.model.embed_tokens.embed_scale = torch.tensor(config.hidden**0.5, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3
-            parameter.copy_(values + 1 if "norm" in name else values)
-    return model
+    return with_random_weights(model, config)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -152,12 +145,10 @@ def test_the_file_of_an_extended_import_has_the_new_positions_and_all_further_se
         del source["rope_parameters"]
     after = replace(before, max_positions=2 * LENGTH, **EXTENDED[name])
     written = json.loads(json.dumps(adapter.documents(after, source)["config.json"]))
-    positions = {"max_position_embeddings", "rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq"}
-    assert {key: value for key, value in written.items() if key not in positions} == {
-        key: value for key, value in source.items() if key not in positions
-    }
-    expected = adapter.hf_config(after)
     loaded = AutoConfig.for_model(**written)
     assert loaded.max_position_embeddings == 2 * LENGTH
-    assert loaded.rope_parameters == expected.rope_parameters
+    assert loaded.rope_parameters == adapter.hf_config(after).rope_parameters
+    positions = {"max_position_embeddings", "rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq"}
+    kept, given = ({k: v for k, v in values.items() if k not in positions} for values in (written, source))
+    assert kept == given
     assert adapter.documents(before, source)["config.json"] == source

@@ -84,37 +84,37 @@ def test_schedule_steps_sets_the_end_of_a_decay_independent_of_the_run(schedule)
     assert learning_rate(50, config, 1000) == pytest.approx(config.lr * config.min_lr_ratio)
 
 
+WSD = "optim.schedule=wsd"
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["optim.schedule=step"], "optim.schedule=step: use one of cosine, linear, wsd, constant, inverse_sqrt"),
-        (["optim.decay_fraction=0"], "optim.decay_fraction=0.0: use a value above 0"),
-        (["optim.decay_fraction=1.1"], "optim.decay_fraction=1.1: use a value of at most 1"),
+        ("optim.schedule=step", "optim.schedule=step: use one of cosine, linear, wsd, constant, inverse_sqrt"),
+        ("optim.decay_fraction=0", "optim.decay_fraction=0.0: use a value above 0"),
+        ("optim.decay_fraction=1.1", "optim.decay_fraction=1.1: use a value of at most 1"),
+        ("optim.decay_from=300", "optim.decay_from=300: optim.schedule=cosine does not read it; set " + WSD),
         (
-            ["optim.decay_from=300"],
-            "optim.decay_from=300: optim.schedule=cosine does not read it; set optim.schedule=wsd",
-        ),
-        (
-            ["optim.schedule=wsd", "optim.decay_from=600"],
+            f"{WSD} optim.decay_from=600",
             "optim.decay_from=600: the decay ends with the run, at step 600; use an earlier step, or raise train.steps",
         ),
         (
-            ["optim.schedule=wsd", "optim.decay_from=20"],
+            f"{WSD} optim.decay_from=20",
             "optim.decay_from=20: the decay begins at step 20, before the end of the warm-up of optim.",
         ),
         (
-            ["optim.schedule=wsd", "train.steps=50"],
+            f"{WSD} train.steps=50",
             "optim.decay_fraction=0.2: the decay begins at step 40, before the end of the warm-up of ",
         ),
         (
-            ["optim.schedule=wsd", "optim.decay_from=60", "optim.schedule_steps=900"],
+            f"{WSD} optim.decay_from=60 optim.schedule_steps=900",
             "optim.schedule_steps=900: optim.decay_from=60 decays until the end of the run; leave it out",
         ),
     ],
 )
 def test_a_mistake_in_a_schedule_is_one_line(overrides, message):
     with pytest.raises(ConfigError) as error:
-        validate(configured(["optim.warmup_steps=50", *overrides]), 1)
+        validate(configured(["optim.warmup_steps=50", *overrides.split()]), 1)
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
@@ -160,34 +160,23 @@ def checkpoint_at(step, *overrides):
     return checkpoint
 
 
-BRANCH = ["optim.warmup_steps=50", "optim.schedule=wsd", "optim.decay_from=400", "train.steps=500"]
+BRANCH = f"{WSD} optim.decay_from=400 train.steps=500"
 
 
 @pytest.mark.parametrize(
     ("step", "trunk", "branch", "message"),
     [
-        (
-            450,
-            ["optim.schedule=constant"],
-            [],
-            r"decay_from=400: .* differ from the rates of runs/trunk after step 401; set",
-        ),
-        (400, ["optim.schedule=cosine"], [], r"decay_from=400: .* from the rates of runs/trunk after step 51; set"),
-        (
-            400,
-            ["optim.schedule=wsd", "train.steps=450"],
-            [],
-            r"decay_from=400: .* after step 361; set checkpoint.resume",
-        ),
-        (400, ["optim.schedule=constant"], ["optim.warmup_steps=60"], r"decay_from=400: .* after step 0; set"),
-        (400, ["optim.schedule=constant"], ["optim.beta1=0.8"], r"optim.beta1=0.8: runs/trunk has 0.9; restore"),
-        (400, [*BRANCH[1:]], ["optim.decay_shape=linear"], r"optim.decay_shape=linear: runs/trunk has sqrt; restore"),
-        (400, [*BRANCH[1:]], ["optim.decay_from=null"], r"optim.decay_from=None: runs/trunk has 400; restore"),
+        (450, "optim.schedule=constant", "", r"decay_from=400: .* the rates of runs/trunk after step 401; set"),
+        (400, "optim.schedule=cosine", "", r"decay_from=400: .* from the rates of runs/trunk after step 51; set"),
+        (400, f"{WSD} train.steps=450", "", r"decay_from=400: .* after step 361; set checkpoint.resume"),
+        (400, "optim.schedule=constant", "optim.warmup_steps=60", r"decay_from=400: .* after step 0; set"),
+        (400, "optim.schedule=constant", "optim.beta1=0.8", r"optim.beta1=0.8: runs/trunk has 0.9; restore"),
+        (400, BRANCH, "optim.decay_shape=linear", r"optim.decay_shape=linear: runs/trunk has sqrt; restore"),
+        (400, BRANCH, "optim.decay_from=null", r"optim.decay_from=None: runs/trunk has 400; restore"),
     ],
 )
 def test_a_branch_that_changes_the_past_or_more_than_the_schedule_is_refused(step, trunk, branch, message):
-    config = configured([*BRANCH, *branch])
+    words, checkpoint = f"optim.warmup_steps=50 {BRANCH} {branch}".split(), checkpoint_at(step, *trunk.split())
     with pytest.raises(ConfigError, match=message):
-        checkpoint_at(step, *trunk).check_settings(config)
-    allowed = configured([*BRANCH, *branch, "checkpoint.allow_changes=[optim]"])
-    assert checkpoint_at(step, *trunk).check_settings(allowed)
+        checkpoint.check_settings(configured(words))
+    assert checkpoint.check_settings(configured([*words, "checkpoint.allow_changes=[optim]"]))

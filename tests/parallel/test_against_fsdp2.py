@@ -6,15 +6,8 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from gpt4d.config import GridSizes
 from gpt4d.parallel.grid import Grid
-from tests.parallel.test_sharded_weights import runtime_of
 from tests.support.grids import build_tiny_stage, full, tiny_batch
-
-
-def with_our_stream(sizes, recompute):
-    grid = Grid(sizes)
-    stage = build_tiny_stage(grid, recompute=recompute)
-    runtime_of(stage).forward_backward([tiny_batch(grid)], 1, 1.0)
-    return {n: (p.grad, "z" in p.spec.layout.axes) for n, p in stage.module.named_parameters()}
+from tests.support.parallel_runs import runtime_of
 
 
 def with_fsdp2(sizes, recompute):
@@ -38,22 +31,20 @@ def with_fsdp2(sizes, recompute):
 
 
 def gradients_of_both(sizes, recompute):
-    return with_our_stream(sizes, recompute), with_fsdp2(sizes, recompute)
+    """On a rank: gradients of a step, whether z shards them, and the gradients with FSDP2."""
+    stage = build_tiny_stage(Grid(sizes), recompute=recompute)
+    runtime_of(stage).forward_backward([tiny_batch(stage.grid)], 1, 1.0)
+    ours = {n: (p.grad, "z" in p.spec.layout.axes) for n, p in stage.module.named_parameters()}
+    return ours, with_fsdp2(sizes, recompute)
 
 
 @pytest.mark.parametrize(
     ("sizes", "recompute"),
-    [
-        (GridSizes(1, 1, 4, 1), False),
-        (GridSizes(2, 2, 2, 1), True),
-        full(GridSizes(1, 1, 4, 1), True),
-        full(GridSizes(2, 1, 2, 1), False),
-        full(GridSizes(2, 1, 2, 1), True),
-        full(GridSizes(2, 2, 2, 1), False),
-    ],
+    [((1, 1, 4, 1), False), ((2, 2, 2, 1), True), full((1, 1, 4, 1), True), full((2, 1, 2, 1), False)],
     ids=str,
 )
 def test_gradients_are_those_of_fsdp2_over_z(ranks, sizes, recompute):
+    sizes = GridSizes(*sizes)
     found = ranks.run(sizes.devices, gradients_of_both, sizes, recompute)
     for rank, (ours, theirs) in enumerate(found):
         z = Grid.coordinates(rank, sizes)["z"]

@@ -1,6 +1,7 @@
 """Times of communication on a GPU, on simulated streams: hidden, exposed and unfinished collectives."""
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,20 +12,13 @@ from gpt4d.parallel.comm.stats import CommStats, InFlightCollective
 GPU = torch.device("cuda")
 
 
-class Clock:
-    """The stream that is current, and the time that the GPU has reached."""
-
-    def __init__(self):
-        self.stream, self.now = Stream(GPU), 0.0
-
-
 class Stream:
     def __init__(self, device):
         self.busy_until = 0.0
 
 
 class Event:
-    clock: Clock
+    clock: SimpleNamespace  # the stream that is current, and the time that the GPU has reached
 
     def __init__(self, enable_timing=False):
         self.enable_timing, self.time = enable_timing, float("inf")
@@ -55,7 +49,7 @@ class Work(dist.Work):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    clock = Event.clock = Clock()
+    clock = Event.clock = SimpleNamespace(stream=Stream(GPU), now=0.0)
 
     @contextmanager
     def use(stream):
@@ -90,24 +84,20 @@ def test_a_long_collective_of_one_axis_does_not_lengthen_a_short_one_of_another(
     assert short.read()["hidden_s"] == 1.0 and long.read()["hidden_s"] == 10.0
 
 
-@pytest.mark.parametrize("timed", [True, False])
-def test_a_collective_that_does_not_overlap_is_exposed_and_needs_no_further_stream(gpu, monkeypatch, timed):
-    monkeypatch.setattr(torch.cuda, "Stream", None)
+@pytest.mark.parametrize(("timed", "overlaps"), [(True, False), (False, False), (False, True)])
+def test_a_collective_that_does_not_overlap_is_exposed_and_one_that_is_not_timed_has_no_time(
+    gpu, monkeypatch, timed, overlaps
+):
     traffic = CommStats(timed=timed)
-    start(traffic, gpu, end=3.0, overlaps=False).wait()
+    if not overlaps:
+        monkeypatch.setattr(torch.cuda, "Stream", None)  # no further stream is needed
+    start(traffic, gpu, end=3.0, overlaps=overlaps).wait()
     assert traffic.oldest_unfinished().number == 1
+    (_, end) = traffic.unfinished[0]
+    assert end.enable_timing == timed and timed == bool(traffic.run_intervals + traffic.wait_intervals)
     gpu.now = 3.0
     assert traffic.oldest_unfinished() is None
     assert traffic.read() == {"bytes": 8.0, "exposed_s": 3.0 * timed, "hidden_s": 0.0}
-
-
-def test_a_collective_that_is_not_timed_counts_its_bytes_and_records_no_time(gpu):
-    traffic = CommStats(timed=False)
-    start(traffic, gpu, end=3.0).wait()
-    assert not traffic.run_intervals and not traffic.wait_intervals
-    (_, end) = traffic.unfinished[0]
-    assert not end.enable_timing
-    assert traffic.read() == {"bytes": 8.0, "exposed_s": 0.0, "hidden_s": 0.0}
 
 
 def test_a_wait_in_a_timed_step_for_a_collective_started_before_is_exposed(gpu):

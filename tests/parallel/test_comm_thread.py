@@ -41,7 +41,7 @@ def test_a_worker_keeps_neither_tensors_of_its_last_task_nor_its_thread():
     del tensor
     gc.collect()
     assert remaining() is None
-    thread = worker._thread
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "memory"]
     del worker
     thread.join(60)
     assert not thread.is_alive()

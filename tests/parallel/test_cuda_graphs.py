@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,12 +11,13 @@ from gpt4d.config import Config, batch_size_at
 from gpt4d.model import registry
 from gpt4d.parallel.cuda_graphs import EAGER, StepGraphs
 from gpt4d.parallel.grid import Grid
-from gpt4d.step import TrainStep, build_stage, connect_stages
+from gpt4d.step import TrainStep
 from gpt4d.validation import validate
 from tests.simulated_gpu.training import RandomImages, RandomText
 from tests.support.graph_replay import replayed_graphs
 from tests.support.grids import full
 from tests.support.settings import configured
+from tests.support.stages import connected_stage
 
 STEPS = 5  # two steps without graphs, a recording, a replay, and a recording after an evaluation
 TEXT = (
@@ -37,32 +37,18 @@ STAGES = (PIPELINE + "stages=2", PIPELINE + "microbatches=4")
 INTERLEAVED = ("model.layers=4", PIPELINE + "schedule=interleaved_1f1b", PIPELINE + "chunks_per_stage=2")
 
 
-class Outcome(NamedTuple):
-    """Results of a rank.
+def train(config: Config, cuda_graphs: bool, steps: int) -> tuple[tuple, tuple | None]:
+    """Train some steps as a rank, with an evaluation before the last step.
 
-    Attributes:
-        numbers: losses, gradient norms, the loss of an evaluation, and the losses of sources.
-        collectives: number of collectives and sent bytes, by axis.
-        graphs: number of captured and of launched graphs.
+    Return losses, gradient norms, the losses of sources, and the collectives and sent bytes of each axis; and the
+    numbers of captured and of launched graphs.
     """
-
-    numbers: list[float]
-    collectives: dict[str, tuple[int, float]]
-    graphs: tuple[int, int] | None
-
-
-def train(config: Config, cuda_graphs: bool, steps: int) -> Outcome:
-    """Train some steps as a rank, with an evaluation before the last step."""
     plan = validate(config, dist.get_world_size())
-    config, stage_plan, device = plan.config, plan.stage_of(dist.get_rank()), torch.device("cpu")
-    grid = Grid(stage_plan.sizes, "cpu", stage_plan.ranks)
-    stage = build_stage(config, grid, device, plan=plan)
-    if len(plan.stages) > 1:
-        connect_stages(plan, stage, ranks_per_host=4)
+    config, stage = plan.config, connected_stage(plan, torch.float32, ranks_per_host=4)
     task = (RandomText if registry.of(config.model).task == "language_modeling" else RandomImages)(config)
-    task.connect(stage, plan.micro_batch_size(stage_plan))
+    task.connect(stage, plan.micro_batch_size(plan.stages[stage.index]))
     numbers, first = [], config.train.batch_size
-    with replayed_graphs(grid) if cuda_graphs else nullcontext() as simulated:
+    with replayed_graphs(stage.grid) if cuda_graphs else nullcontext() as simulated:
         step = TrainStep(stage, task.compute, config.optim, config.parallel.overlap.data, cuda_graphs=cuda_graphs)
         sample = first
         for number in range(1, steps + 1):
@@ -80,24 +66,24 @@ def train(config: Config, cuda_graphs: bool, steps: int) -> Outcome:
         stage.exchange.close()
     task.close()
     collectives = {name: (axis.traffic.num_started, axis.traffic.bytes) for name, axis in stage.axes.items()}
-    return Outcome(numbers, collectives, (simulated.captures, simulated.launches) if simulated else None)
+    return (numbers, collectives), (simulated.captures, simulated.launches) if simulated else None
 
 
-def with_and_without_graphs(config: Config, steps: int = STEPS) -> tuple[Outcome, Outcome]:
+def with_and_without_graphs(config: Config, steps: int = STEPS) -> tuple[tuple, tuple]:
     return train(config, cuda_graphs=False, steps=steps), train(config, cuda_graphs=True, steps=steps)
 
 
 BLEND = "data.blend={{{directory}/a: 2, {directory}/b: 1}}"
 CASES = {
-    "gpt": (1, (*GPT, SPLIT)),
     "llama": (1, (*LLAMA, SPLIT, "train.precision=bf16", "train.activation_checkpointing=full")),
-    "gpt grid": (4, (*GPT, *GRID, "train.activation_checkpointing=selective")),
-    "llama grid": (2, (*LLAMA, "parallel.gx=2", SPLIT, "parallel.chunks=2", "train.loss_chunks=2")),
+    "gpt grid": (4, (*GPT, *GRID, "train.activation_checkpointing=selective", "parallel.chunks=2")),
     "blend": (2, (*GPT, "parallel.gx=2", SPLIT, "train.loss_chunks=2", "data=blend", BLEND)),
     "gpt stages": (4, (*GPT, *STAGES, "parallel.gz=2", PIPELINE + "schedule=1f1b", "optim.shard_states=true")),
-    "llama stages": (2, (*LLAMA, *STAGES, PIPELINE + "schedule=zb_h1")),
 }
 FULL_CASES = {
+    "gpt": (1, (*GPT, SPLIT)),
+    "llama grid": (2, (*LLAMA, "parallel.gx=2", SPLIT, "parallel.chunks=2", "train.loss_chunks=2")),
+    "llama stages": (2, (*LLAMA, *STAGES, PIPELINE + "schedule=zb_h1")),
     "unet": (1, (*UNET, "train.micro_batch_size=4")),
     "unet grid": (4, (*UNET, "parallel.gx=2", "parallel.gy=2", SPLIT)),
     "unet stages": (2, (*UNET, PIPELINE + "stages=2", PIPELINE + "microbatches=2")),
@@ -122,10 +108,10 @@ def test_replayed_steps_have_the_bits_and_the_bytes_of_steps_without_graphs(rank
         (tmp_path / name).mkdir()
         (tmp_path / name / "header.json").touch()
     settings = [word.format(directory=tmp_path) if word == BLEND else word for word in settings]
-    for eager, replayed in ranks.run(world_size, with_and_without_graphs, configured([*settings])):
-        assert replayed.numbers == eager.numbers
-        assert replayed.collectives == eager.collectives
-        captured, launched = replayed.graphs
+    for (eager, _), (replayed, (captured, launched)) in ranks.run(
+        world_size, with_and_without_graphs, configured([*settings])
+    ):
+        assert replayed == eager
         assert 2 * launched == 3 * captured  # three steps, of which two are recorded
         assert captured == 2 or PIPELINE in str(settings)
 
@@ -134,11 +120,9 @@ def test_replayed_steps_have_the_bits_and_the_bytes_of_steps_without_graphs(rank
 def test_a_step_of_another_batch_size_is_recorded_again(ranks, settings):
     config = configured([*GPT, *settings, "train.batch_ramp=[[0,4],[24,8]]"])
     world_size = 2 if PIPELINE in str(settings) else 1
-    for eager, replayed in ranks.run(world_size, with_and_without_graphs, config, 4 + STEPS):
-        assert replayed.numbers == eager.numbers
-        assert replayed.collectives == eager.collectives
-        captured, launched = replayed.graphs
-        assert (captured, launched) == (3, 5) or world_size == 2
+    for (eager, _), (replayed, graphs) in ranks.run(world_size, with_and_without_graphs, config, 4 + STEPS):
+        assert replayed == eager
+        assert graphs == (3, 5) or world_size == 2
 
 
 def test_an_error_while_a_step_is_recorded_leaves_nothing_to_release():

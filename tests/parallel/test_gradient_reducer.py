@@ -7,9 +7,11 @@ from gpt4d.config import GridSizes
 from gpt4d.parallel.engine.reduction import default_bucket_bytes
 from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import Grid
-from tests.parallel.test_sharded_weights import runtime_of
-from tests.support.grids import build_tiny_stage, grid_name, tiny_batch
+from tests.support.grids import build_tiny_stage, sampled, tiny_batch
+from tests.support.parallel_runs import runtime_of
 from tests.support.rank_pool import RankFailure
+
+GRIDS = [GridSizes(*sizes) for sizes in ((1, 1, 2, 2), (2, 1, 1, 2), (1, 1, 1, 4), (1, 2, 2, 2))]
 
 
 def two_steps(sizes, overlap):
@@ -26,7 +28,7 @@ def two_steps(sizes, overlap):
     return gradients, early, len(runtime.reducer.sums.buckets)
 
 
-@pytest.mark.parametrize("sizes", [GridSizes(1, 1, 1, 4), GridSizes(1, 1, 2, 2), GridSizes(2, 1, 1, 2)], ids=grid_name)
+@pytest.mark.parametrize("sizes", sampled(GRIDS, GRIDS[:2]))
 def test_buckets_leave_during_the_backward_and_sum_to_the_same_bits(ranks, sizes):
     at_the_end = ranks.run(sizes.devices, two_steps, sizes, False)
     behind_it = ranks.run(sizes.devices, two_steps, sizes, True)
@@ -57,7 +59,7 @@ def test_buckets_of_sharded_states_grow_with_the_ranks_of_data(gradients, data, 
 def more_terms_than_expected():
     grid = Grid(GridSizes(1, 1, 1, 2))
     stage = build_tiny_stage(grid)
-    reducer = GradientReducer(stage.weights, dict(stage.module.named_parameters()), bucket_bytes=1)
+    reducer = runtime_of(stage, bucket_bytes=1).reducer
     reducer.begin(stage.contributions)
     for microbatch in range(2):
         stage.module.loss_sum(*tiny_batch(grid, microbatch)).backward()
@@ -84,7 +86,7 @@ def rows_of_the_sum(sizes):
     return sums, [len(own) / len(p) for p, own in weights]
 
 
-@pytest.mark.parametrize("sizes", [GridSizes(1, 1, 1, 4), GridSizes(1, 2, 2, 2)], ids=grid_name)
+@pytest.mark.parametrize("sizes", sampled(GRIDS, GRIDS[:1]))
 def test_with_sharded_states_each_rank_of_data_has_its_rows(ranks, sizes):
     for (wholes, parts), shares in ranks.run(sizes.devices, rows_of_the_sum, sizes):
         for (whole, place), (part, own_place) in zip(wholes, parts, strict=True):

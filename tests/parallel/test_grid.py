@@ -88,9 +88,9 @@ def test_a_link_has_the_backend_of_its_device_alone(job, monkeypatch, device_typ
     groups, links = job(2, rank=0), []
     monkeypatch.setattr(step, "Exchange", lambda *arguments: links.append(arguments))
     plan = validate(configured(["cluster=local", "parallel.pipeline.stages=2", "train.batch_size=8"]), 2)
-    weights = SimpleNamespace(
-        device=torch.device(device_type), dtype=torch.float32, context=SimpleNamespace(compute_dtype=torch.bfloat16)
-    )
+    monkeypatch.setattr(step, "gather_in_group", lambda created: [created])  # all ranks have as many groups
+    context = SimpleNamespace(compute_dtype=torch.bfloat16, grid=SimpleNamespace(num_groups=0))
+    weights = SimpleNamespace(device=torch.device(device_type), dtype=torch.float32, context=context)
     step.connect_stages(plan, SimpleNamespace(weights=weights), 2, HOUR)
     ((*_, new_group, _),) = links
     new_group([0, 1])

@@ -1,4 +1,4 @@
-"""Routers during training: every grid has the loads and biases of the global batch; metrics; 20 losses."""
+"""Routers during training: states from the loads of the batch, and metrics that do not depend on the grid."""
 
 import pytest
 import torch
@@ -15,37 +15,39 @@ MOE = (
     "model=moe_tiny", "model.key_value_heads=2", "model.head_size=6", "model.inner=24", "model.experts=12",
     "model.experts_per_token=3", "model.router_z_loss=0.01", "model.shared_inner=24",
 )  # fmt: skip
-GRIDS = [
-    (4, ("parallel.gz=2", "parallel.gx=2", "parallel.sequence_parallel=true", "parallel.chunks=2")),
-    (4, ("parallel.gz=4", "train.activation_checkpointing=full", "train.micro_batch_size=1")),
-    full(4, ("parallel.pipeline.stages=2", "parallel.gz=2", "parallel.pipeline.microbatches=4")),
-    full(4, ("parallel.gz=2", "parallel.expert_data=true", "train.activation_checkpointing=full")),
-    full(3, ("parallel.gz=3", "train.batch_size=18", "optim.shard_states=true")),
-    full(4, ("parallel.gz=2", "parallel.gy=2", "train.activation_checkpointing=selective")),
-]
+SHARDED = ["parallel.gz=2 parallel.gx=2 train.activation_checkpointing=full train.micro_batch_size=2"]
+SPLIT_TOKENS = ["parallel.gy=2 parallel.gx=2 parallel.sequence_parallel=true parallel.chunks=2"]
+STAGES = ["parallel.pipeline.stages=2 parallel.gz=2 parallel.pipeline.microbatches=4"]
+EXPERT_DATA = ["parallel.gz=2 parallel.expert_data=true train.activation_checkpointing=full"]
+UNEVEN = ["parallel.gz=3 optim.shard_states=true"]
 
 
-@pytest.mark.parametrize(("devices", "words"), GRIDS, ids=str)
-def test_20_losses_and_the_statistics_of_routers_equal_those_of_one_rank(ranks, tiny, tmp_path, devices, words):
-    shared = [word for word in words if word.startswith("train.batch_size")]
-    lines = {}
-    for count, given in ((1, shared), (devices, words)):
-        config = tiny(*MOE, *given, f"run.dir={tmp_path / str(count)}")
-        ranks.run(count, train_in_rank, config)
-        lines[count] = metric_lines(config.run.dir)
-    assert len(lines[1]) == 20
-    for one, other in zip(lines[1], lines[devices], strict=True):
-        assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
-        for key in ("imbalance", "entropy", "balance_loss", "z_loss"):
-            assert other["moe"][key] == pytest.approx(one["moe"][key], rel=2e-2)  # a router's close call may differ
-    tokens = config.train.batch_size * config.train.seq_len
-    assert all(sum(line["moe"]["most_imbalanced"]["tokens"]) == 3 * tokens for line in lines[devices])
-    assert all(line["moe"]["dropped"] == 0 for line in lines[devices])
+@pytest.mark.parametrize(
+    ("devices", "batch_size", "plans"),
+    [(4, 16, SHARDED + SPLIT_TOKENS), full(4, 16, STAGES + EXPERT_DATA), full(3, 18, UNEVEN)],
+)
+def test_losses_and_the_statistics_of_routers_equal_those_of_one_rank(
+    ranks, tiny, tmp_path, devices, batch_size, plans
+):
+    """tests/parallel/test_exact_plans.py compares weights and states of routers."""
+    shared, lines = (*MOE, "train.steps=8", f"train.batch_size={batch_size}"), []
+    for number, plan in enumerate(("", *plans)):
+        config = tiny(*shared, *plan.split(), f"run.dir={tmp_path / str(number)}")
+        ranks.run(devices if plan else 1, train_in_rank, config)
+        lines.append(metric_lines(config.run.dir))
+    for one, *others in zip(*lines, strict=True):
+        for other in others:
+            assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
+            for key in ("imbalance", "entropy", "balance_loss", "z_loss"):
+                assert other["moe"][key] == pytest.approx(one["moe"][key], rel=2e-2)  # a router's close call may differ
+            assert sum(other["moe"]["most_imbalanced"]["tokens"]) == 3 * batch_size * config.train.seq_len
+            assert other["moe"]["dropped"] == 0
+    assert len(lines[0]) == 8
 
 
-def states_after_steps(config, world_size, skip):
+def states_after_steps(config, skip):
     """On a rank: the states of its routers after each of two steps in float64; ``skip`` makes the second one fail."""
-    plan, stage = own_stage(config, world_size)
+    plan, stage = own_stage(config, 1)
     tokens = RandomTokens(config, plan, stage)
     train_step = TrainStep(stage, tokens.compute, config.optim)
     found = []
@@ -60,16 +62,9 @@ def states_after_steps(config, world_size, skip):
 
 
 @pytest.mark.parametrize("balance", ["loss", "bias"])
-def test_states_are_those_of_the_global_batch_on_every_grid(ranks, tiny, balance):
-    words = *MOE, f"model.balance={balance}", "model.balance_rate=0.05"
-    config = tiny(*words)
-    (alone,) = ranks.run(1, states_after_steps, config, 1, False)
-    split = tiny(*words, "parallel.gz=2", "parallel.gx=2", "train.micro_batch_size=2")
-    for answer in ranks.run(4, states_after_steps, split, 4, False):
-        for (ours, sums), (expected, expected_sums) in zip(answer, alone, strict=True):
-            assert all(torch.equal(ours[name], expected[name]) for name in expected)
-            assert torch.allclose(sums, expected_sums, rtol=1e-9)
-    (first, sums), (second, _) = alone
+def test_states_follow_from_the_loads_of_the_batch(ranks, tiny, balance):
+    config = tiny(*MOE, f"model.balance={balance}", "model.balance_rate=0.05")
+    (((first, sums), (second, _)),) = ranks.run(1, states_after_steps, config, False)
     counts = sums[:, :12]
     for row, name in enumerate(first):
         if balance == "loss":
@@ -80,7 +75,7 @@ def test_states_are_those_of_the_global_batch_on_every_grid(ranks, tiny, balance
 
 
 def test_a_skipped_step_changes_no_state(ranks, tiny):
-    ((first, _), (second, _)) = ranks.run(1, states_after_steps, tiny(*MOE), 1, True)[0]
+    ((first, _), (second, _)) = ranks.run(1, states_after_steps, tiny(*MOE), True)[0]
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -97,18 +92,14 @@ def test_the_summary_has_the_imbalance_of_experts_and_of_ranks():
     assert values["z_loss"] == pytest.approx(logits.logsumexp(1).square().mean().item())
 
 
-@pytest.mark.parametrize(
-    ("words", "devices", "message"),
-    [
-        (
-            ["model.experts=6", "parallel.gz=4"],
-            4,
-            "parallel.gz=4: does not divide model.experts=6; use one of 1, 2, 3, 6",
-        ),
-        (["model.experts_per_token=9"], 1, "model.experts_per_token=9: more than model.experts=8; lower it"),
-        (["train.cuda_graphs=true", "cluster=perlmutter"], 1, "other numbers of tokens in each batch; leave it out"),
-    ],
-)
+MISTAKES = [
+    (4, ["model.experts=6", "parallel.gz=4"], "parallel.gz=4: does not divide model.experts=6; use one of 1, 2, 3, 6"),
+    (1, ["model.experts_per_token=9"], "model.experts_per_token=9: more than model.experts=8; lower it"),
+    (1, ["train.cuda_graphs=true", "cluster=perlmutter"], "other numbers of tokens in each batch; leave it out"),
+]
+
+
+@pytest.mark.parametrize(("devices", "words", "message"), MISTAKES)
 def test_impossible_mixtures_are_rejected_in_one_line(tiny, words, devices, message):
     with pytest.raises(ConfigError) as error:
         validate(tiny("model=moe_tiny", *words), devices)

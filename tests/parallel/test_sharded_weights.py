@@ -12,11 +12,12 @@ from gpt4d.config import GridSizes, OverlapConfig
 from gpt4d.parallel.comm import collectives, message_size
 from gpt4d.parallel.comm.cpu import gloo, hosts
 from gpt4d.parallel.engine.prefetch import weight_order
-from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.pipeline.runtime import StageRuntime, whole_model
+from gpt4d.parallel.layers.product import ProductCall
 from gpt4d.parallel.pipeline.schedule import Action, single_stage
-from tests.support.grids import TINY_MODEL, build_tiny_stage, full, tiny_batch, token_loss
+from tests.support.grids import TINY_MODEL, build_tiny_stage, full, tiny_batch
+from tests.support.parallel_runs import runtime_of
+from tests.support.rank_pool import RankFailure
 
 GRID = GridSizes(2, 1, 2, 1)
 # Three switches, of which each pair has each pair of values in one of the choices.
@@ -24,14 +25,20 @@ PAIRWISE = [(True, True, True), (True, False, False), (False, True, False), (Fal
 LAYERS = TINY_MODEL.layers
 
 
-def runtime_of(stage, **options):
-    reducer = GradientReducer(stage.weights, dict(stage.module.named_parameters()), **options)
-    return StageRuntime(stage, reducer, whole_model(token_loss))
+def overlaps(switches):
+    """Return settings of overlaps and caches with each choice of three switches."""
+    others = (3, 0), (1, LAYERS)
+    return [{"overlap": OverlapConfig(*c, prefetch=p), "cache_layers": n} for c in switches for p, n in others]
 
 
-def three_steps(grid, overlap, cache_layers, recompute, precision, **parallel):
+KEPT = ("all", "microbatch"), ("all", "step"), (1, "step")
+COPIES = [{"cache_layers": layers, "cache_scope": scope} for layers, scope in KEPT]
+NONE = {"overlap": OverlapConfig(False, False, False)}
+
+
+def three_steps(grid, recompute, precision, settings):
     """Gradients of three updates of two microbatches each, with an evaluation in between."""
-    stage = build_tiny_stage(grid, overlap, cache_layers, recompute, torch.float32, precision, **parallel)
+    stage = build_tiny_stage(grid, recompute=recompute, dtype=torch.float32, precision=precision, **settings)
     runtime, gradients = runtime_of(stage), []
     for _ in range(3):
         runtime.forward_backward([tiny_batch(grid, microbatch) for microbatch in range(2)], 2, 1.0)
@@ -44,38 +51,28 @@ def three_steps(grid, overlap, cache_layers, recompute, precision, **parallel):
     return gradients
 
 
-def settings_that_change_bits(recompute, precision, switches):
+def settings_that_change_bits(sizes, recompute, precision, choices):
     """On a rank: the settings under which a gradient's bits differ from the bits without overlaps and caches."""
-    grid = Grid(GRID)
-    plain = three_steps(grid, OverlapConfig(False, False, False), 0, recompute, precision)
-    different = []
-    for choice in switches:
-        for prefetch, cache_layers in ((3, 0), (1, LAYERS)):
-            overlap = OverlapConfig(*choice, prefetch=prefetch)
-            gradients = three_steps(grid, overlap, cache_layers, recompute, precision)
-            if not all(torch.equal(a, b) for a, b in zip(gradients, plain, strict=True)):
-                different.append((overlap, cache_layers))
-    return different
-
-
-@pytest.mark.parametrize("switches", [PAIRWISE, full(list(itertools.product((False, True), repeat=3)))], ids=len)
-@pytest.mark.parametrize(("recompute", "precision"), [(False, "bf16"), (True, "fp32")], ids=["bf16", "fp32-recompute"])
-def test_no_overlap_changes_a_bit_of_a_gradient(ranks, recompute, precision, switches):
-    assert ranks.run(4, settings_that_change_bits, recompute, precision, switches) == [[]] * 4
-
-
-def settings_of_copies_that_change_bits():
-    """Return the settings that keep converted weights on a grid without z under which a gradient's bits differ."""
-    keep = [("all", "microbatch"), ("all", "step"), (1, "step")]
-    plain, *others = (
-        three_steps(Grid(), None, layers, False, "bf16", cache_scope=scope) for layers, scope in [(0, None), *keep]
-    )
+    grid = Grid(sizes)
+    plain, *others = (three_steps(grid, recompute, precision, settings) for settings in (NONE, *choices))
     equal = [all(torch.equal(a, b) for a, b in zip(gradients, plain, strict=True)) for gradients in others]
-    return [setting for setting, same in zip(keep, equal, strict=True) if not same]
+    return [settings for settings, same in zip(choices, equal, strict=True) if not same]
 
 
-def test_no_kept_copy_of_a_converted_weight_changes_a_bit_of_a_gradient(ranks):
-    assert ranks.run(1, settings_of_copies_that_change_bits) == [[]]
+@pytest.mark.parametrize(
+    ("sizes", "recompute", "precision", "choices"),
+    [
+        (GRID, False, "bf16", overlaps(PAIRWISE)),
+        (GRID, True, "fp32", overlaps(PAIRWISE)[::3]),
+        full(GRID, False, "bf16", overlaps(itertools.product((False, True), repeat=3))),
+        full(GRID, True, "fp32", overlaps(itertools.product((False, True), repeat=3))),
+        (GridSizes(), False, "bf16", COPIES),
+    ],
+    ids=["bf16", "recomputed", "all, bf16", "all, recomputed", "copies without z"],
+)
+def test_no_overlap_and_no_kept_copy_changes_a_bit_of_a_gradient(ranks, sizes, recompute, precision, choices):
+    for different in ranks.run(sizes.devices, settings_that_change_bits, sizes, recompute, precision, choices):
+        assert not different
 
 
 class GatherCounter:
@@ -97,28 +94,58 @@ class GatherCounter:
         device.start_gather, schedule.gather = count_start, count_use
 
 
-def gathers_of_a_step(recompute, cache_layers, microbatches):
-    grid = Grid(GRID)
-    stage = build_tiny_stage(grid, None, cache_layers, recompute)
+def transfers_of_a_step(sizes, recompute, microbatches, parallel):
+    """On a rank: gathers of a step, late ones, and bytes along z: sent, of shards, of the table, of the others."""
+    grid = Grid(sizes)
+    stage = build_tiny_stage(grid, recompute=recompute, dtype=torch.float32, **parallel)
     counter = GatherCounter(stage.weights)
-    batches = [tiny_batch(grid, microbatch) for microbatch in range(microbatches)]
-    runtime_of(stage).forward_backward(batches, microbatches, 1.0)
-    return counter.started, counter.late
+    runtime_of(stage).forward_backward([tiny_batch(grid, i) for i in range(microbatches)], microbatches, 1.0)
+    sizes = Counter()
+    for parameter in stage.module.parameters():
+        sizes["z" in parameter.spec.layout.axes] += parameter.numel() * 4
+    table = stage.module.tokens.weight.numel() * 4
+    return counter.started, counter.late, grid.z.traffic.read()["bytes"], sizes[True] - table, table, sizes[False]
 
 
 @pytest.mark.parametrize(
-    ("recompute", "cache_layers", "microbatches"),
+    ("recompute", "cached", "microbatches"),
     [(False, 0, 2), (False, 1, 1), (False, LAYERS, 2), (True, 0, 1), (True, 1, 2), (True, LAYERS, 1)],
 )
-def test_each_weight_is_gathered_ahead_and_as_rarely_as_possible(ranks, recompute, cache_layers, microbatches):
+def test_each_weight_is_gathered_ahead_and_as_rarely_as_possible(ranks, recompute, cached, microbatches):
     """Each weight of a block is gathered for the forward and, unless cached, once for recomputation and backward.
 
     A block has four weights. The table is gathered for the embedding, and once for the head's forward and backward.
     """
-    per_microbatch = 2 + 4 * LAYERS + 4 * (LAYERS - cache_layers)
-    for started, late in ranks.run(4, gathers_of_a_step, recompute, cache_layers, microbatches):
-        assert started == microbatches * per_microbatch
+    answers = ranks.run(4, transfers_of_a_step, GRID, recompute, microbatches, {"cache_layers": cached})
+    for started, late, sent, blocks, table, others in answers:
+        assert started == microbatches * (2 + 4 * LAYERS + 4 * (LAYERS - cached))
         assert late == microbatches  # the first gather of a microbatch has nothing to hide behind
+        # Per shard byte, (G-1) are sent for a gather and for a scatter; the table's gradient comes in two parts. An
+        # all-reduce of replicated parameters sends 2·(G-1)/G.
+        gathers = 2 - cached / LAYERS
+        assert sent == microbatches * (blocks * (gathers + 1) + table * (2 + 2)) + others
+
+
+@pytest.mark.parametrize("sizes", [GRID, GridSizes(1, 1, 4, 1)], ids=str)
+def test_microbatches_share_one_gather_and_one_scatter_of_a_step(ranks, sizes):
+    parallel = {"cache_layers": "all", "cache_scope": "step"}
+    one, three = (ranks.run(sizes.devices, transfers_of_a_step, sizes, False, count, parallel) for count in (1, 3))
+    assert one == three
+    for gathers, late, *_ in one:
+        assert (gathers, late) == (4 * LAYERS + 1, 1)
+
+
+def test_chunks_share_one_gather_and_one_scatter_of_each_weight(ranks):
+    settings = GridSizes(1, 1, 2, 1), False, 1
+    whole, cut = (ranks.run(2, transfers_of_a_step, *settings, {"chunks": chunks}) for chunks in (1, 2))
+    assert cut == whole
+
+
+def test_weights_that_are_gathered_are_gathered_ahead_past_replicated_ones(ranks):
+    for microbatches, replicated in itertools.product((1, 2), (1, LAYERS)):
+        parallel = {"replicated_layers": replicated, "cache_layers": "all"}
+        for _, late, *_ in ranks.run(2, transfers_of_a_step, GridSizes(1, 1, 2, 1), False, microbatches, parallel):
+            assert late == microbatches * (1 + 4 * replicated)  # a replicated weight is available when it is needed
 
 
 def begin(stage, actions):
@@ -132,7 +159,7 @@ IN_FLIGHT = ["F0 F1 B0 B1", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 F1 F2 B2 B1 B0"]
 
 
 def gradients_in_flight(text, recompute, cache_layers):
-    """Gradients of a step that follows a schedule, the gathers it took, and whether any weight was left over."""
+    """Return the gradients of a step that follows a schedule, and the number of gathers."""
     grid = Grid(GRID)
     stage = build_tiny_stage(grid, None, cache_layers, recompute)
     actions = [Action(word[0], int(word[1:])) for word in text.split()]
@@ -145,30 +172,30 @@ def gradients_in_flight(text, recompute, cache_layers):
         else:
             losses.pop(microbatch).backward()
     stage.weights.finish()
-    return [p.grad for p in stage.module.parameters()], counter.started, counter.late
+    return [p.grad for p in stage.module.parameters()], counter.started
 
 
-def compare_in_flight(text, recompute, cache_layers):
-    microbatches = text.count("F")
-    one_by_one = " ".join(f"F{i} B{i}" for i in range(microbatches))
-    expected, _, _ = gradients_in_flight(one_by_one, recompute, cache_layers)
-    gradients, started, late = gradients_in_flight(text, recompute, cache_layers)
-    error = max((a - b).norm() / b.norm() for a, b in zip(gradients, expected, strict=True))
-    return error.item(), started, late
+def errors_in_flight(recompute, cache_layers):
+    """On a rank: the relative error of each schedule's gradients, and the gathers of the first schedule."""
+    errors, gathers = [], []
+    for text in IN_FLIGHT:
+        one_by_one = " ".join(f"F{i} B{i}" for i in range(text.count("F")))
+        expected, _ = gradients_in_flight(one_by_one, recompute, cache_layers)
+        gradients, started = gradients_in_flight(text, recompute, cache_layers)
+        gathers.append(started)
+        errors.append(max((a - b).norm() / b.norm() for a, b in zip(gradients, expected, strict=True)).item())
+    return errors, gathers[0]
 
 
-@pytest.mark.parametrize("text", IN_FLIGHT)
-@pytest.mark.parametrize(("recompute", "cache_layers"), [(False, 0), (True, 1)])
-def test_several_microbatches_in_flight_give_the_same_gradients(ranks, text, recompute, cache_layers):
-    for error, _, _ in ranks.run(4, compare_in_flight, text, recompute, cache_layers):
-        assert error <= 1e-13
-
-
-def test_a_cached_weight_is_gathered_once_for_all_microbatches_in_flight(ranks):
-    """Both forwards and both backwards use one gather of each of the blocks' weights."""
-    for _, started, _ in ranks.run(4, compare_in_flight, "F0 F1 B0 B1", True, LAYERS):
-        # The table: an embedding, a head with the next embedding, a head with its backward, the last backward.
-        assert started == 4 * LAYERS + 4
+@pytest.mark.parametrize(("recompute", "cache_layers"), [(False, 0), full(True, 1), (True, LAYERS)])
+def test_several_microbatches_in_flight_give_the_same_gradients_and_share_cached_weights(
+    ranks, recompute, cache_layers
+):
+    for errors, gathers in ranks.run(4, errors_in_flight, recompute, cache_layers):
+        assert max(errors) <= 1e-13
+        # All blocks are cached: both forwards and both backwards use one gather of each of their weights. The table:
+        # an embedding, a head with the next embedding, a head with its backward, the last backward.
+        assert gathers == 4 * LAYERS + 4 or cache_layers < LAYERS
 
 
 def logits_after_an_update():
@@ -199,28 +226,8 @@ def use_in_another_order():
 
 
 def test_a_use_that_the_order_does_not_have_is_an_error(ranks):
-    from tests.support.rank_pool import RankFailure
-
     with pytest.raises(RankFailure, match="where the model's description has"):
         ranks.run(4, use_in_another_order)
-
-
-def bytes_over_z(recompute, cache_layers):
-    grid = Grid(GRID)
-    stage = build_tiny_stage(grid, None, cache_layers, recompute, torch.float32)
-    begin(stage, single_stage(1))
-    stage.module.loss_sum(*tiny_batch(grid)).backward()
-    stage.weights.finish()
-    sizes = [p.numel() * 4 for p in stage.module.parameters() if "z" in p.spec.layout.axes]
-    return grid.z.traffic.read()["bytes"], sum(sizes), stage.module.tokens.weight.numel() * 4
-
-
-@pytest.mark.parametrize(("cache_layers", "gathers"), [(0, 2), (LAYERS, 1)])
-def test_the_cache_saves_one_gather_of_each_weight(ranks, cache_layers, gathers):
-    for counted, shards, table in ranks.run(4, bytes_over_z, True, cache_layers):
-        # Per shard byte, (G-1) are sent for a gather and for a scatter; the table's gradient comes in two parts.
-        blocks = shards - table
-        assert counted == blocks * (gathers + 1) + table * (2 + 2)
 
 
 def three_collectives_at_once():
@@ -270,8 +277,6 @@ def test_short_messages_make_the_same_result(ranks, message_bytes, messages):
 
 
 def products_of_a_step():
-    from gpt4d.parallel.layers.product import ProductCall
-
     grid = Grid()
     stage = build_tiny_stage(grid, recompute=True)
     products, start = [], ProductCall.start_product

@@ -8,38 +8,45 @@ import torch.distributed as dist
 
 from gpt4d.config import GridSizes
 from gpt4d.parallel.comm import collectives, message_size
-from gpt4d.parallel.comm.collectives import Axis
-from gpt4d.parallel.comm.cpu import hosts as hosts_module
 from gpt4d.parallel.comm.cpu import shared_memory, two_level
 from gpt4d.parallel.comm.cpu.shared_memory import SharedMemoryTransport
 from gpt4d.parallel.comm.cpu.two_level import TwoLevelTransport
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.symbolic.kernels import MAX
+from tests.support.parallel_runs import axis_across_hosts, grid_on_hosts
 from tests.support.rank_pool import RankFailure
+
+
+def with_both(axis, start):
+    """Return the results of started collectives with the transport of an axis, and with gloo."""
+    both, own = [], axis.transport
+    for transport in (own.gloo, own):
+        axis.transport = transport
+        pending = start()
+        # Each rank waits in another order, the last first, so more collectives are in flight than there are slots.
+        first = len(pending) // axis.size * axis.index
+        for one in reversed(pending[first:] + pending[:first]):
+            one.wait()
+        both.append([one.wait() for one in pending])
+    return both[::-1]
 
 
 def compute_with_both(dtype):
     """Return the results through shared memory and through gloo, and the number of shared-memory collectives."""
-    grid = Grid(GridSizes(x=3))
-    through_memory = grid.x.transport
+    axis = Grid(GridSizes(x=3)).x
+    through_memory = axis.transport
     assert isinstance(through_memory, SharedMemoryTransport)
-    generator = torch.Generator().manual_seed(grid.x.index)
+    generator = torch.Generator().manual_seed(axis.index)
     tensors = [torch.randn(6, 5, generator=generator).to(dtype) for _ in range(9)]
-    both = []
-    for grid.x.transport in (through_memory, through_memory.gloo):
-        results = [
-            [collectives.start_all_reduce(t.clone(), grid.x) for t in tensors],
-            [collectives.start_all_reduce(t.clone(), grid.x, MAX) for t in tensors],
-            [collectives.start_all_gather(t, grid.x) for t in tensors],
-            [collectives.start_all_gather(t[:1], grid.x) for t in tensors],
-            [collectives.start_reduce_scatter(t, grid.x) for t in tensors],
-        ]
-        # Each rank waits in another order, the last first, so more collectives are in flight than there are slots.
-        for kind in results[grid.x.index :] + results[: grid.x.index]:
-            for pending in reversed(kind):
-                pending.wait()
-        both.append([pending.wait() for kind in results for pending in kind])
-    return both, through_memory.memory.posted
+
+    kinds = [
+        lambda t: collectives.start_all_reduce(t.clone(), axis),
+        lambda t: collectives.start_all_reduce(t.clone(), axis, MAX),
+        lambda t: collectives.start_all_gather(t, axis),
+        lambda t: collectives.start_all_gather(t[:1], axis),
+        lambda t: collectives.start_reduce_scatter(t, axis),
+    ]
+    return with_both(axis, lambda: [start(t) for start in kinds for t in tensors]), through_memory.memory.posted
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -52,55 +59,6 @@ def test_results_agree_with_gloo_and_sums_are_bit_equal_on_all_ranks(ranks, dtyp
             torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
         for mine, first in zip(through_memory[:18], results[0][0][0][:18], strict=True):
             assert torch.equal(mine, first)
-
-
-def exit_of_one_rank():
-    grid = Grid(GridSizes(x=3))
-    if grid.x.index == 1:
-        for peer in grid.x.transport.memory.peers.values():
-            peer.close()
-        return
-    grid.x.all_reduce(torch.ones(4))
-
-
-def test_ranks_that_wait_for_a_rank_that_exited_raise(ranks):
-    with pytest.raises(RankFailure, match="the rank at index 1 of this host's group has exited"):
-        ranks.run(3, exit_of_one_rank)
-
-
-def gather_repeatedly():
-    grid = Grid(GridSizes(x=2))
-    first = grid.x.all_gather(torch.full((1, 3), grid.x.index + 1.0))
-    for _ in range(10):
-        grid.x.all_gather(torch.zeros(1, 3))
-    return first
-
-
-def test_a_result_is_not_overwritten_by_later_collectives(ranks):
-    for result in ranks.run(2, gather_repeatedly):
-        assert result.tolist() == [[1.0] * 3, [2.0] * 3]
-
-
-def grid_on_hosts(sizes: GridSizes, hosts: list[int]) -> Grid:
-    """Return a grid as if each rank were on the host that the list names."""
-    listen = hosts_module.listen
-
-    def listen_on_fake_host(backlog):
-        listener, (host, address) = listen(backlog)
-        return listener, [f"{host} {hosts[dist.get_rank()]}", address]
-
-    hosts_module.listen = listen_on_fake_host
-    try:
-        return Grid(sizes)
-    finally:
-        hosts_module.listen = listen
-
-
-def axis_across_hosts(hosts: list[int]) -> Axis:
-    """Return the axis of all ranks as if each rank were on the host that the list names."""
-    axis = grid_on_hosts(GridSizes(data=len(hosts)), hosts).data
-    assert isinstance(axis.transport, TwoLevelTransport) and axis.transport.size == len(set(hosts))
-    return axis
 
 
 def sums_where_one_group_has_hosts():
@@ -116,85 +74,52 @@ def test_groups_of_an_axis_may_be_inside_a_host_and_across_hosts(ranks):
     assert all(sums == [4, 2] for _, sums in found)
 
 
-def reduce_across_hosts(hosts, piece_bytes):
-    """Return sums on an axis across hosts, and the same sums by gloo."""
-    axis, rank = axis_across_hosts(hosts), dist.get_rank()
-    generator = torch.Generator().manual_seed(rank)
-    tensors = [torch.randn(n, 3, dtype=torch.float64, generator=generator) for n in (2, 4, 5, 6, 8, 10, 12, 14, 16)]
-    with patch.object(message_size, "PIECE_BYTES", piece_bytes):
-        pending = [collectives.start_all_reduce(t.clone(), axis) for t in tensors]
-    sums = [p.wait() for p in pending]
-    for tensor in tensors:
-        dist.all_reduce(tensor)
-    return sums, tensors
-
-
-@pytest.mark.parametrize("piece_bytes", [64, 1 << 18], ids=["several pieces", "one piece"])
-def test_an_all_reduce_across_hosts_is_right_and_bit_equal_on_all_ranks(ranks, piece_bytes):
-    results = ranks.run(4, reduce_across_hosts, [0, 0, 1, 1], piece_bytes)
-    for sums, expected in results:
-        for one, other, first in zip(sums, expected, results[0][0], strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-15)
-            assert torch.equal(one, first)
-
-
-def scatter_and_gather_across_hosts(hosts, piece_bytes):
-    """Check results across hosts against gloo's; return the number of elements that this rank sends to other hosts."""
-    axis, rank = axis_across_hosts(hosts), dist.get_rank()
-    generator, elements = torch.Generator().manual_seed(rank), []
+def across_hosts(hosts, piece_bytes):
+    """Return results by host and by gloo, and the number of elements that this rank sends to other hosts."""
+    axis = axis_across_hosts(hosts)
+    between_hosts, elements, generator = axis.transport.group, [], torch.Generator().manual_seed(dist.get_rank())
     exchange, gather = dist.all_to_all_single, two_level.all_gather
 
-    def count_exchange(parts, full, **options):
-        elements.append(full.numel() * (1 - 1 / dist.get_world_size(options["group"])))
-        return exchange(parts, full, **options)
+    def count_exchange(parts, full, group, **options):
+        if group is between_hosts:
+            elements.append(full.numel() * (1 - 1 / group.size()))
+        return exchange(parts, full, group=group, **options)
 
     def count_gather(full, shard, **options):
         elements.append(full.numel() - shard.numel())
         return gather(full, shard, **options)
 
-    size = len(hosts)
-    tensors = [torch.randn(size * n, 3, dtype=torch.float64, generator=generator) for n in (1, 2, 5)]
+    def results(kind, *rows):
+        tensors = [torch.randn(n, 3, dtype=torch.float64, generator=generator) for n in rows]
+        return with_both(axis, lambda: [getattr(collectives, kind)(t.clone(), axis) for t in tensors])
+
+    sizes = [len(hosts) * n for n in (1, 2, 5)]
     with (
         patch.object(message_size, "PIECE_BYTES", piece_bytes),
         patch.object(dist, "all_to_all_single", count_exchange),
         patch.object(two_level, "all_gather", count_gather),
     ):
-        scattered = [collectives.start_reduce_scatter(t.clone(), axis) for t in tensors]
-        gathered = [collectives.start_all_gather(t, axis) for t in tensors]
-        ours = [pending.wait() for pending in (*scattered, *gathered)]
-    expected = []
-    for tensor in tensors:
-        whole = tensor.clone()
-        dist.all_reduce(whole)
-        expected.append(whole.chunk(size)[rank])
-    for tensor in tensors:
-        parts = [torch.empty_like(tensor) for _ in range(size)]
-        dist.all_gather(parts, tensor)
-        expected.append(torch.cat(parts))
-    for one, other in zip(ours, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-14)
-    return sum(elements)
+        summed = results("start_all_reduce", 2, 4, 5, 6, 8, 10, 12, 14, 16)
+        return summed, results("start_reduce_scatter", *sizes), results("start_all_gather", *sizes), sum(elements)
 
 
-@pytest.mark.parametrize(
-    "hosts, piece_bytes",
-    [
-        ([0, 0, 1, 1], 1 << 18),
-        ([0, 0, 1, 1], 32),
-        ([0, 1, 0, 1], 1 << 18),
-        ([0, 1, 1, 0], 32),
-        ([0, 0, 1, 1, 2, 2], 32),
-        ([0, 0, 0, 1, 1, 1], 1 << 18),
-    ],
-    ids=str,
-)
-def test_scatters_and_gathers_across_hosts_send_each_element_over_a_link_once(ranks, hosts, piece_bytes):
+LONG, SHORT = 1 << 18, 32  # bytes of a piece
+PIECES = [("0011", LONG), ("0011", SHORT), ("0101", LONG), ("0110", SHORT), ("001122", SHORT), ("000111", LONG)]
+
+
+@pytest.mark.parametrize(("hosts", "piece_bytes"), PIECES)
+def test_collectives_across_hosts_are_right_and_send_each_element_over_a_link_once(ranks, hosts, piece_bytes):
     size, num_hosts = len(hosts), len(set(hosts))
-    scattered = sum(size * n * 3 for n in (1, 2, 5)) * size  # elements of all ranks' tensors, and of all gathered ones
-    sent = sum(ranks.run(size, scatter_and_gather_across_hosts, hosts, piece_bytes))
-    local = size // num_hosts
+    results = ranks.run(size, across_hosts, [*map(int, hosts)], piece_bytes)
+    for summed, scattered, gathered, _ in results:
+        torch.testing.assert_close(*summed, rtol=1e-14, atol=1e-15)
+        assert all(torch.equal(one, first) for one, first in zip(summed[0], results[0][0][0], strict=True))
+        torch.testing.assert_close(*scattered, rtol=1e-14, atol=1e-14)
+        torch.testing.assert_close(*gathered, rtol=0, atol=0)
+    total = sum(size * n * 3 for n in (1, 2, 5)) * size  # elements of all ranks' tensors, and of all gathered ones
     # A host sends its sums to each remote host once, and each shard enters each remote host once.
-    assert sent == scattered * (num_hosts - 1) / num_hosts / local + scattered * (num_hosts - 1)
+    sent = sum(elements for *_, elements in results)
+    assert sent == total * (num_hosts - 1) / num_hosts / (size // num_hosts) + total * (num_hosts - 1)
 
 
 def scatter_more_than_the_memory_holds():
@@ -212,16 +137,19 @@ def test_the_memory_of_a_host_has_room_for_pieces_of_long_tensors(ranks):
     assert ranks.run(4, scatter_more_than_the_memory_holds) == 4 * [(6 + 12, 6 + 12)]
 
 
-def exit_of_one_host():
-    axis = axis_across_hosts([0, 0, 1, 1])
+def exit_of_rank_1(hosts):
+    """On a rank: an all-reduce of rank 0 that waits for rank 1 of its host."""
+    axis = grid_on_hosts(GridSizes(data=len(hosts)), hosts).data
+    memories = vars(axis.transport).keys() & {"memory", "before", "after"}
     if dist.get_rank() == 1:
-        for peer in (*axis.transport.before.peers.values(), *axis.transport.after.peers.values()):
-            peer.close()
-        return
-    if dist.get_rank() == 0:
+        for memory in memories:
+            for peer in getattr(axis.transport, memory).peers.values():
+                peer.close()
+    elif dist.get_rank() == 0:
         axis.all_reduce(torch.ones(4))
 
 
-def test_a_collective_by_hosts_raises_if_a_rank_of_the_host_exits(ranks):
+@pytest.mark.parametrize("hosts", [[0, 0, 0], [0, 0, 1, 1]], ids=str)
+def test_a_collective_raises_if_a_rank_of_the_host_exits(ranks, hosts):
     with pytest.raises(RankFailure, match="all_reduce data: the rank at index 1 of this host's group has exited"):
-        ranks.run(4, exit_of_one_host)
+        ranks.run(len(hosts), exit_of_rank_1, hosts)

@@ -1,5 +1,6 @@
 """The graph of gradients of symbolic tensors: a model calls the same kernels in the same order as in torch."""
 
+import itertools
 from unittest.mock import patch
 
 import pytest
@@ -15,6 +16,7 @@ from gpt4d.parallel.symbolic.stage import SymbolicGrid, SymbolicLayer, SymbolicW
 from gpt4d.parallel.symbolic.tensor import SymbolicTensor
 from gpt4d.step import build_stage
 from tests.parallel.counting_device import CountingDevice
+from tests.support.grids import full
 from tests.support.settings import configured
 
 TEXT = ["model.layers=2", "model.hidden=32", "model.heads=4", "model.vocab_size=64", "model.vocab_multiple=16"]
@@ -54,8 +56,8 @@ def in_torch(config: Config):
     return lambda: stage.module.loss_sum(*batch).backward()
 
 
-def on_symbolic_tensors(config: Config, device: CountingDevice):
-    description, train = registry.describe_run(config), config.train
+def on_symbolic_tensors(config: Config):
+    device, description, train = CountingDevice(), registry.describe_run(config), config.train
     dtype = "float32" if train.precision == "fp32" else "bfloat16"
     context = Context(SymbolicGrid(device, GridSizes()), dtype, **layer_settings(config))
     model = SymbolicLayer(description.spec, SymbolicWeights(context, description.parameters))
@@ -72,28 +74,28 @@ def on_symbolic_tensors(config: Config, device: CountingDevice):
     return run
 
 
-@pytest.mark.parametrize("model", MODELS)
+SETTINGS = [
+    "train.precision=bf16",
+    "train.precision=fp8 parallel.chunks=2",
+    "train.activation_checkpointing=full parallel.chunks=2",
+    "train.activation_checkpointing=selective",
+    "model.dropout=0.1 parallel.chunks=4",
+    "train.loss_chunks=4 train.activation_checkpointing=full",
+]
+LACKS = {"llama": "model.dropout", "unet": ("train.loss_chunks", "train.precision=fp8")}
+SAMPLE = {("unet", 0), ("llama", 1), ("gpt2", 2), ("unet", 3), ("llama", 3), ("gpt2", 4), ("llama", 5)}
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("model", "settings"),
     [
-        ["train.precision=bf16"],
-        ["train.precision=fp8", "parallel.chunks=2"],
-        ["train.activation_checkpointing=full", "parallel.chunks=2"],
-        ["train.activation_checkpointing=selective"],
-        ["model.dropout=0.1", "parallel.chunks=4"],
-        ["train.loss_chunks=4", "train.activation_checkpointing=full"],
+        (pytest.param if (model, number) in SAMPLE else full)(model, settings)
+        for model, (number, settings) in itertools.product(MODELS, enumerate(SETTINGS))
     ],
-    ids=" ".join,
 )
 def test_a_model_calls_the_kernels_of_torch_in_their_order(model, settings):
-    if model == "unet" and "train.precision=fp8" in settings:
-        pytest.skip("a U-Net has no float8 products")
-    lacks = {"gpt2": ("none",), "llama": ("model.dropout",), "unet": ("train.loss_chunks",)}[model]
-    settings = [word for word in settings if not word.startswith(lacks)]
-    config, device = (
-        configured([*MODELS[model], "train.compile=false", "train.precision=fp32", *settings]),
-        CountingDevice(),
-    )
-    found, expected = (recorded_calls(run) for run in (on_symbolic_tensors(config, device), in_torch(config)))
+    settings = [word for word in settings.split() if not word.startswith(LACKS.get(model, "none"))]
+    config = configured([*MODELS[model], "train.compile=false", "train.precision=fp32", *settings])
+    found, expected = (recorded_calls(make(config)) for make in (on_symbolic_tensors, in_torch))
     assert len(expected) > 40
     assert found == expected

@@ -1,5 +1,7 @@
 """The ATP paper's results for its machines, from its equations."""
 
+import functools
+
 import pytest
 
 from gpt4d.config import ClusterConfig, LevelConfig
@@ -9,32 +11,31 @@ from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.planner.atp import AtpMesh, all_reduce_bandwidths, communication, link_bandwidths, meshes
 from tests.support.settings import configured
 
-# M1 … M4 of the paper: hidden size and heads; batch 4, sequence 2048, fp16.
-MODELS = [
-    registry.describe(GPT2Config(f"m{i + 1}", 1, hidden, heads, 4096)) for i, (hidden, heads) in enumerate(
-        [(2048, 16), (4096, 32), (8192, 64), (12288, 96)]
-    )
-]  # fmt: skip
+# M1 … M4 of the paper; batch 4, sequence 2048, fp16.
+MODELS = [registry.describe(GPT2Config("m", 1, hidden, hidden // 128, 4096)) for hidden in (2048, 4096, 8192, 12288)]
+MATRIX_A = ClusterConfig(levels=[LevelConfig(4, 25.0), LevelConfig(4, 600.0, 200.0)])  # Figure 7
+
+
+def seconds_of(cluster: ClusterConfig, mesh: AtpMesh, model: Description = MODELS[0]) -> float:
+    return sum(communication(model, cluster, mesh, 4, 2048, 2))
 
 
 def best(cluster: ClusterConfig, devices: int, model: Description = MODELS[0]) -> AtpMesh:
-    return min(meshes(devices), key=lambda mesh: sum(communication(model, cluster, mesh, 4, 2048, 2)))
+    return min(meshes(devices), key=lambda mesh: seconds_of(cluster, mesh, model))
 
 
+@functools.cache
 def paper_cluster(name: str) -> ClusterConfig:
     return configured([f"cluster={name}"]).cluster
 
 
 def test_the_worked_example_of_figure_7():
-    matrix_a = ClusterConfig(levels=[LevelConfig(4, 25.0), LevelConfig(4, 600.0, 200.0)])
-    assert link_bandwidths(matrix_a, AtpMesh(8, 2)) == (12.5, 200.0)
-    assert link_bandwidths(matrix_a, AtpMesh(4, 4)) == (6.25, 600.0)
-    assert link_bandwidths(matrix_a, AtpMesh(16, 1)) == (25.0, None)
+    meshes = {AtpMesh(8, 2): (12.5, 200.0), AtpMesh(4, 4): (6.25, 600.0), AtpMesh(16, 1): (25.0, None)}
+    assert {mesh: link_bandwidths(MATRIX_A, mesh) for mesh in meshes} == meshes
 
 
 def test_all_reduce_bandwidths_follow_equation_4():
-    matrix_a = ClusterConfig(levels=[LevelConfig(4, 25.0), LevelConfig(4, 600.0, 200.0)])
-    assert all_reduce_bandwidths(matrix_a, AtpMesh(8, 2)) == (pytest.approx(8 / 14 * 12.5), pytest.approx(200.0))
+    assert all_reduce_bandwidths(MATRIX_A, AtpMesh(8, 2)) == (pytest.approx(8 / 14 * 12.5), pytest.approx(200.0))
 
 
 def test_communication_time_follows_equation_2():
@@ -56,7 +57,7 @@ def test_at_8_fully_connected_devices_the_formula_prefers_atp_2():
     """In units of 2·L·b·s·h elements over a device's bandwidth. The paper measured, and reports, ATP-1 there."""
     unit = 2 * 4 * 2048 * 2048 * 2 / 600e9
     ic3, two_meshes = paper_cluster("ic3"), (AtpMesh(8, 1), AtpMesh(4, 2))
-    atp_1, atp_2 = (sum(communication(MODELS[0], ic3, mesh, 4, 2048, 2)) for mesh in two_meshes)
+    atp_1, atp_2 = (seconds_of(ic3, mesh) for mesh in two_meshes)
     assert (atp_1 / unit, atp_2 / unit) == (pytest.approx(3.5), pytest.approx(3.25))
 
 
@@ -65,21 +66,21 @@ def test_pairs_joined_by_pcie_use_atp_1():
 
 
 def test_pcie_alone_uses_atp_4_with_the_measured_bandwidths():
-    times = {mesh: sum(communication(MODELS[0], paper_cluster("ic1"), mesh, 4, 2048, 2)) for mesh in meshes(8)}
+    times = {mesh: seconds_of(paper_cluster("ic1"), mesh) for mesh in meshes(8)}
     assert min(times, key=times.get) == (2, 4)
     assert times[AtpMesh(2, 4)] / times[AtpMesh(8, 1)] == pytest.approx(1 - 0.46, abs=0.01)
 
 
 @pytest.mark.parametrize("name", ["ic5", "ic6"])
 def test_one_layer_matrices_follow_the_closed_form(name):
-    cluster, model = paper_cluster(name), MODELS[0]
+    cluster = paper_cluster(name)
     unit = 2 * 4 * 2048 * 2048 * 2 / (cluster.levels[0].group_gb_s * 1e9)
     for devices in (4, 16, 64, 256):
         for d1, d2 in meshes(devices):
-            seconds = sum(communication(model, cluster, AtpMesh(d1, d2), 4, 2048, 2))
+            seconds = seconds_of(cluster, AtpMesh(d1, d2))
             assert seconds == pytest.approx(unit * (14 * d2 + 4 * d1 - 18) / (d1 * d2))
-    atp_1 = [sum(communication(model, cluster, AtpMesh(n, 1), 4, 2048, 2)) for n in (4, 16, 64, 256)]
-    best_mesh = [sum(communication(model, cluster, best(cluster, n), 4, 2048, 2)) for n in (4, 16, 64, 256)]
+    atp_1 = [seconds_of(cluster, AtpMesh(n, 1)) for n in (4, 16, 64, 256)]
+    best_mesh = [seconds_of(cluster, best(cluster, n)) for n in (4, 16, 64, 256)]
     assert atp_1 == sorted(atp_1) and best_mesh == sorted(best_mesh, reverse=True)
 
 
@@ -93,7 +94,7 @@ def layer_seconds(name: str) -> tuple[list[float], list[float]]:
     flops = [72 * 4 * 2048 * size**2 * (1 + 2048 / (6 * size)) / 8 for size in hidden]
     total_s = [count / tflops / 1e12 for count, tflops in zip(flops, TABLE_3[name], strict=True)]
     cluster = paper_cluster(name)
-    sums_s = [sum(communication(model, cluster, best(cluster, 8, model), 4, 2048, 2)) for model in MODELS[1:]]
+    sums_s = [seconds_of(cluster, best(cluster, 8, model), model) for model in MODELS[1:]]
     return total_s, sums_s
 
 

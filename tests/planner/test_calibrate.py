@@ -5,10 +5,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from gpt4d.config import read_cluster
+from gpt4d.config.machine import COMMUNICATOR_GIB
 from gpt4d.planner import calibrate
 from gpt4d.planner.search import rank
+from gpt4d.runtime.launch import Launch
 from tests.support.settings import configured
 
 
@@ -17,12 +20,6 @@ def measure_in_rank(path):
 
     The second result is, for each axis that collectives ran along, the number of intervals that it holds.
     """
-    from pathlib import Path
-
-    import torch.distributed as dist
-
-    from gpt4d.runtime.launch import Launch
-
     grids = []
 
     class RecordedGrid(calibrate.Grid):
@@ -31,30 +28,21 @@ def measure_in_rank(path):
             grids.append(self)
 
     replaced = {
-        "MIN_MEASURED_S": 0.0,
-        "MAX_MESSAGE_BYTES": {"cpu": 1 << 14},
-        "MATRIX_SIZE": {"cpu": 32},
-        "ATTENTION_SHAPE": {"cpu": (1, 8, 2, 8)},
-        "COMPARISONS": 1,
-        "ROUNDS": 1,
-        "Grid": RecordedGrid,
-    }
-    originals = {name: getattr(calibrate, name) for name in replaced}
-    vars(calibrate).update(replaced)
-    try:
+        "MIN_MEASURED_S": 0.0, "MAX_MESSAGE_BYTES": {"cpu": 1 << 14}, "MATRIX_SIZE": {"cpu": 32}, "COMPARISONS": 1,
+        "ATTENTION_SHAPE": {"cpu": (1, 8, 2, 8)}, "ROUNDS": 1, "Grid": RecordedGrid,
+    }  # fmt: skip
+    with patch.multiple(calibrate, **replaced):
         rank, size = dist.get_rank(), dist.get_world_size()
         cluster = calibrate.measure(Launch(rank, size, rank, size), torch.device("cpu"), "here")
         if not rank:
-            calibrate.write_cluster(cluster, Path(path))
-    finally:
-        vars(calibrate).update(originals)
+            calibrate.write_cluster(cluster, path)
     used = [axis.traffic for grid in grids for axis in grid if axis.traffic.num_started]
     return cluster, [len(traffic.wait_intervals) + len(traffic.run_intervals) for traffic in used]
 
 
 def test_a_measured_machine_can_be_used_as_a_cluster(ranks, tmp_path):
     path = tmp_path / "here.yaml"
-    cluster, _ = ranks.run(4, measure_in_rank, str(path))[0]
+    cluster, _ = ranks.run(4, measure_in_rank, path)[0]
     assert read_cluster(path) == cluster
     assert cluster.attention_tflops > 0 and cluster.fp8_tflops > 0
     kinds = {(m.kind, m.local, m.nodes) for m in cluster.measured}
@@ -66,17 +54,11 @@ def test_a_measured_machine_can_be_used_as_a_cluster(ranks, tmp_path):
 
 
 def test_no_intervals_are_held_after_a_measurement(ranks, tmp_path):
-    for _, intervals in ranks.run(2, measure_in_rank, str(tmp_path / "here.yaml")):
+    for _, intervals in ranks.run(2, measure_in_rank, tmp_path / "here.yaml"):
         assert intervals == [0, 0]  # intervals on the axes of two grids, for the links and for the skew
 
 
 def test_the_memory_of_a_communicator_is_measured_with_the_first_collective_of_all_ranks(monkeypatch):
-    import torch
-
-    from gpt4d.config.machine import COMMUNICATOR_GIB
-    from gpt4d.planner import calibrate
-    from gpt4d.runtime.launch import Launch
-
     free = [70 << 30]
 
     class World:
@@ -87,24 +69,18 @@ def test_the_memory_of_a_communicator_is_measured_with_the_first_collective_of_a
     monkeypatch.setattr(calibrate, "Grid", lambda sizes, device_type: SimpleNamespace(world=World()))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 80 << 30))
     device = torch.device("cpu")  # the reduced tensor needs no GPU
-    assert calibrate._communicator_gib(Launch(world_size=2), device) == 0.5
-    assert calibrate._communicator_gib(Launch(), device) == COMMUNICATOR_GIB
+    assert calibrate.communicator_gib(Launch(world_size=2), device) == 0.5
+    assert calibrate.communicator_gib(Launch(), device) == COMMUNICATOR_GIB
 
 
 def test_products_are_measured_on_random_matrices():
-    import torch
-
-    from gpt4d.planner.calibrate import square_matrix
-
-    square = square_matrix(torch.device("cpu")).float()
+    square = calibrate.square_matrix(torch.device("cpu")).float()
     assert abs(square.mean()) < 0.02 and abs(square.std() - 1) < 0.02
 
 
 def test_fitted_line_passes_through_points_of_very_different_size():
-    from gpt4d.planner.calibrate import fit_line
-
     sent = [1e4, 1e5, 1e6, 1e7]
-    latency, slope = fit_line(sent, [1e-3 + 2e-9 * nbytes for nbytes in sent])
+    latency, slope = calibrate.fit_line(sent, [1e-3 + 2e-9 * nbytes for nbytes in sent])
     assert abs(latency - 1e-3) < 1e-9 and abs(slope - 2e-9) < 1e-15
 
 
@@ -117,6 +93,6 @@ def test_the_rates_of_a_gpu_are_those_of_a_tiny_operation_and_of_a_copy(monkeypa
         with patch.object(torch.Tensor, "copy_", lambda *_: "copy"):
             return 2 * copied / 4e9 if isinstance(work(), str) else 5e-6
 
-    monkeypatch.setattr(calibrate, "_seconds", seconds)
-    operation_us, memory_gb_s = calibrate._time_kernels(torch.device("cpu"))
+    monkeypatch.setattr(calibrate, "measured_seconds", seconds)
+    operation_us, memory_gb_s = calibrate.time_kernels(torch.device("cpu"))
     assert (operation_us, memory_gb_s) == (pytest.approx(5), pytest.approx(4))

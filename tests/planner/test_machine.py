@@ -12,7 +12,7 @@ from gpt4d.planner.topology import for_devices, node_size
 from gpt4d.planner.workload import compute_bytes
 from gpt4d.step import build_stage
 from gpt4d.validation import validate
-from tests.planner.test_search import ask
+from tests.support.planner_runs import ask
 from tests.support.settings import configured
 
 H100 = MachineFacts(1000, 8, 2, "NVIDIA H100 80GB HBM3", 79.19, 8)
@@ -30,21 +30,12 @@ def test_a_known_gpu_has_its_rates_and_the_memory_that_torch_reports():
 @pytest.mark.parametrize(
     ("name", "peak_tflops", "memory_gb_s"),
     [
-        ("NVIDIA A100-SXM4-40GB", 312, 1300),
-        ("NVIDIA A100-SXM4-80GB", 312, 1700),
-        ("NVIDIA A100-PCIE-40GB", 312, 1300),
-        ("NVIDIA A100 80GB PCIe", 312, 1600),
-        ("NVIDIA H100 80GB HBM3", 989, 2800),
-        ("NVIDIA H100 PCIe", 756, 1700),
-        ("NVIDIA H100 NVL", 835, 3200),
-        ("NVIDIA H200", 989, 4000),
-        ("NVIDIA H200 NVL", 835, 4000),
-        ("NVIDIA GH200 480GB", 989, 3200),
-        ("NVIDIA B200", 2250, 6000),
-        ("NVIDIA GB200", 2500, 6000),
-        ("AMD Instinct MI250X / MI250", 191.5, 1200),
-        ("AMD Instinct MI250", 181, 1200),
-        ("AMD Instinct MI300X", 1307, 3500),
+        *[("NVIDIA A100-SXM4-40GB", 312, 1300), ("NVIDIA A100-SXM4-80GB", 312, 1700)],
+        *[("NVIDIA A100-PCIE-40GB", 312, 1300), ("NVIDIA A100 80GB PCIe", 312, 1600)],
+        *[("NVIDIA H100 80GB HBM3", 989, 2800), ("NVIDIA H100 PCIe", 756, 1700), ("NVIDIA H100 NVL", 835, 3200)],
+        *[("NVIDIA H200", 989, 4000), ("NVIDIA H200 NVL", 835, 4000), ("NVIDIA GH200 480GB", 989, 3200)],
+        *[("NVIDIA B200", 2250, 6000), ("NVIDIA GB200", 2500, 6000), ("AMD Instinct MI300X", 1307, 3500)],
+        *[("AMD Instinct MI250X / MI250", 191.5, 1200), ("AMD Instinct MI250", 181, 1200)],
     ],
 )
 def test_gpus_whose_names_contain_each_other_are_told_apart(name, peak_tflops, memory_gb_s):
@@ -52,20 +43,18 @@ def test_gpus_whose_names_contain_each_other_are_told_apart(name, peak_tflops, m
     assert (model.peak_tflops, model.memory_gb_s) == (peak_tflops, memory_gb_s)
 
 
-@pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA RTX A4000", "Tesla V100-SXM2-32GB"])
-def test_other_gpus_and_parts_of_a_gpu_have_no_peak(name):
-    assert machine.gpu_model(name) is None
+def test_other_gpus_and_parts_of_a_gpu_have_no_peak():
+    for name in ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA RTX A4000", "Tesla V100-SXM2-32GB"):
+        assert machine.gpu_model(name) is None
+    cluster = describe(MachineFacts(64, None, 1, "Somebody's GPU", 15.9, 2))
+    check_cluster(cluster)
+    assert cluster.peak_tflops is cluster.attention_tflops is None
+    assert node_size(cluster) == 2, "a node has the GPUs that it sees"
 
 
 @pytest.mark.parametrize("name", ["NVIDIA A100-SXM4-80GB", "NVIDIA RTX A6000", "AMD Instinct MI300X", "Unknown"])
 def test_a_gpu_without_float8_products_has_no_rate_for_them(name):
     assert describe(MachineFacts(64, None, 1, name, 80, 8)).fp8_tflops is None
-
-
-def test_an_unknown_gpu_has_no_peak_and_its_node_the_gpus_it_sees():
-    cluster = describe(MachineFacts(64, None, 1, "Somebody's GPU", 15.9, 2))
-    check_cluster(cluster)
-    assert cluster.peak_tflops is cluster.attention_tflops is None and node_size(cluster) == 2
 
 
 def test_processes_on_cpus_share_the_memory_of_their_node():
@@ -121,13 +110,10 @@ def test_the_machine_is_detected_unless_set(monkeypatch):
 
 def test_a_run_on_a_detected_gpu_is_planned_in_bf16_with_the_memory_of_that_gpu(monkeypatch):
     monkeypatch.setattr(machine, "this_machine", lambda: describe(H100))
-    plan = validate(configured(["model=gpt_125m", "train.batch_size=8", "train.micro_batch_size=1"]), 1)
-    parallel = plan.config.parallel
-    assert compute_bytes(plan.config) == 2 and (parallel.cache_layers, parallel.cache_scope) == ("all", "step")
-    local = validate(
-        configured(["model=gpt_125m", "train.batch_size=8", "train.micro_batch_size=1", "cluster=local"]), 1
-    )
-    assert compute_bytes(local.config) == 4 and local.config.parallel.cache_layers == 0
+    words = "model=gpt_125m", "train.batch_size=8", "train.micro_batch_size=1"
+    config, local = (validate(configured([*words, *more]), 1).config for more in ((), ("cluster=local",)))
+    assert compute_bytes(config) == 2 and compute_bytes(local) == 4 and local.parallel.cache_layers == 0
+    assert (config.parallel.cache_layers, config.parallel.cache_scope) == ("all", "step")
 
 
 def test_a_run_on_another_device_than_its_cluster_says_so():

@@ -15,6 +15,8 @@ from gpt4d.planner.search import rank
 from gpt4d.planner.topology import spans
 from gpt4d.step import build_stage
 from gpt4d.validation import validate
+from tests.support.grids import full
+from tests.support.planner_runs import ranked
 from tests.support.settings import configured
 
 PAIRS = ("model=gpt_tiny", "cluster.levels=[{ranks: 4, group_gb_s: 1}, {ranks: 2, group_gb_s: 50}]", "model.heads=8")
@@ -42,9 +44,8 @@ def test_every_rank_belongs_to_one_stage_of_consecutive_ranks():
 
 def test_the_plan_has_the_description_that_estimate_and_stage_use(monkeypatch):
     pipeline = ["parallel.pipeline.stages=2", "parallel.pipeline.stage_grids=[1x1x1x1,3x1x1x1]"]
-    plan = validate(
-        configured(["model=gpt_tiny", "model.heads=6", "model.hidden=96", "train.loss_chunks=2", *pipeline]), 4
-    )
+    words = "model=gpt_tiny", "model.heads=6", "model.hidden=96", "train.loss_chunks=2"
+    plan = validate(configured([*words, *pipeline]), 4)
     assert plan.description.parameters == registry.describe_run(plan.config).parameters
     monkeypatch.setattr(registry, "describe_run", None)
     assert fit(plan, plan.config.cluster).plan.step_time_s > 0
@@ -53,15 +54,12 @@ def test_the_plan_has_the_description_that_estimate_and_stage_use(monkeypatch):
 
 
 def test_mode_atp_trains_on_the_given_mesh_in_the_faster_order():
-    plan = validate(configured([*PAIRS, "parallel.mode=atp", "parallel.d1=4", "parallel.d2=2"]), 8)
+    words = [*PAIRS, "parallel.mode=atp", "parallel.d1=4", "parallel.d2=2"]
+    plan = validate(configured(words), 8)
     assert plan.sizes == GridSizes(4, 2) and plan.stages[0].ranks == (0, 2, 4, 6, 1, 3, 5, 7)
-    assert (
-        plan.candidates[0].startswith("DeviceMesh(4, 2) with consecutive ranks along d2 (")
-        and len(plan.candidates) == 1
-    )
-    given = validate(
-        configured([*PAIRS, "parallel.mode=atp", "parallel.d1=4", "parallel.d2=2", "parallel.rank_order=xy"]), 8
-    )
+    (candidate,) = plan.candidates
+    assert candidate.startswith("DeviceMesh(4, 2) with consecutive ranks along d2 (")
+    given = validate(configured([*words, "parallel.rank_order=xy"]), 8)
     assert given.stages[0].ranks == tuple(range(8)) and "consecutive ranks along d1" in given.candidates[0]
 
 
@@ -78,62 +76,41 @@ def test_mode_atp_chooses_the_mesh_with_the_least_communication():
 
 
 def test_mode_atp_leaves_devices_to_z_and_data():
-    words = (*PAIRS, "parallel.mode=atp", "parallel.gz=2")
-    assert validate(configured([*words, "parallel.d1=2", "parallel.d2=1"]), 8).sizes == GridSizes(2, 1, 2, 2)
-    assert validate(configured([*words, "parallel.d1=2"]), 8).sizes == GridSizes(2, 2, 2, 1)
-    assert validate(configured([*words, "parallel.d2=2", "parallel.gdata=2"]), 8).sizes == GridSizes(1, 2, 2, 2)
+    for words, sizes in (("d1=2 d2=1", (2, 1, 2, 2)), ("d1=2", (2, 2, 2, 1)), ("d2=2 gdata=2", (1, 2, 2, 2))):
+        settings = [f"parallel.{word}" for word in ("mode=atp", "gz=2", *words.split())]
+        assert validate(configured([*PAIRS, *settings]), 8).sizes == sizes
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ("mode=atp gx=2", "parallel.gx=2: its name in parallel.mode=atp is d1; use parallel.d1=2"),
+        ("d2=2", "parallel.d2=2: belongs to parallel.mode=atp; set that, or use parallel.gy=2"),
+        ("mode=atp d1=3", r"parallel\.d1=3: does not divide the 8 device.*use one of 1, 2, 4, 8"),
+        ("mode=atp gz=3", r"parallel\.gz·gdata=3·1=3: does not divide the 8 process"),
+        ("mode=atp d1=2 d2=3", r"parallel\.d1·d2·gz=2·3·1: does not fit the 8 process.*leave d1 and d2 out"),
+        ("mode=atp d1=2 d2=2 gdata=1", r"parallel\.d1·d2·gz·gdata=2·2·1·1: does not fit .*leave d1 and d2 out"),
+        ("mode=atp d1=2 d2=2 gz=4", r"=2·2·4: does not fit the 8"),
+        ("mode=atp d1=0", "parallel.d1=0: use a value of at least 1"),
+        ("mode=atp gz=0", "parallel.gz=0: use a value of at least 1"),
+        ("mode=atp gdata=-1", "parallel.gdata=-1: use a value of at least 1"),
         (
-            ["parallel.mode=atp", "parallel.gx=2"],
-            "parallel.gx=2: its name in parallel.mode=atp is d1; use parallel.d1=2",
-        ),
-        (["parallel.d2=2"], "parallel.d2=2: belongs to parallel.mode=atp; set that, or use parallel.gy=2"),
-        (
-            ["parallel.mode=atp", "parallel.d1=3"],
-            r"parallel\.d1=3: does not divide the 8 device.*use one of 1, 2, 4, 8",
-        ),
-        (["parallel.mode=atp", "parallel.gz=3"], r"parallel\.gz·gdata=3·1=3: does not divide the 8 process"),
-        (
-            ["parallel.mode=atp", "parallel.d1=2", "parallel.d2=3"],
-            r"parallel\.d1·d2·gz=2·3·1: does not fit the 8 process.*leave d1 and d2 out",
-        ),
-        (
-            ["parallel.mode=atp", "parallel.d1=2", "parallel.d2=2", "parallel.gdata=1"],
-            r"parallel\.d1·d2·gz·gdata=2·2·1·1: does not fit the 8 process.*leave d1 and d2 out",
-        ),
-        (["parallel.mode=atp", "parallel.d1=2", "parallel.d2=2", "parallel.gz=4"], r"=2·2·4: does not fit the 8"),
-        (["parallel.mode=atp", "parallel.d1=0"], "parallel.d1=0: use a value of at least 1"),
-        (["parallel.mode=atp", "parallel.gz=0"], "parallel.gz=0: use a value of at least 1"),
-        (["parallel.mode=atp", "parallel.gdata=-1"], "parallel.gdata=-1: use a value of at least 1"),
-        (
-            ["parallel.chunks=4", "train.micro_batch_size=2", "train.batch_size=16"],
+            "chunks=4 train.micro_batch_size=2 train.batch_size=16",
             "parallel.chunks=4: does not divide a device's microbatch of 2 sample",
         ),
         (
-            [
-                "parallel.sequence_parallel=true",
-                "parallel.gx=4",
-                "train.seq_len=6",
-                "parallel.gy=2",
-                "train.batch_size=1",
-            ],
+            "sequence_parallel=true gx=4 train.seq_len=6 gy=2 train.batch_size=1",
             "parallel.gx=4 does not divide the 6 tokens of a chunk; use a multiple of 4 for train.seq_len, "
             "a multiple of 2 for train.batch_size, or",
         ),
-        (
-            ["parallel.mode=atp", "parallel.d1=8", "model.heads=4"],
-            "where gx is d1 and gy is d2: parallel.gx=8: does not",
-        ),
-        (["parallel.rank_order=z"], "parallel.rank_order=z: use one of xy, yx"),
+        ("mode=atp d1=8 model.heads=4", "where gx is d1 and gy is d2: parallel.gx=8: does not"),
+        ("rank_order=z", "parallel.rank_order=z: use one of xy, yx"),
     ],
 )
 def test_impossible_meshes_are_rejected_in_one_line(words, message):
+    settings = [word if "." in word else f"parallel.{word}" for word in words.split()]
     with pytest.raises(ConfigError, match=message) as error:
-        validate(configured(words), 8)
+        validate(configured(settings), 8)
     assert "\n" not in str(error.value)
 
 
@@ -163,13 +140,12 @@ def test_a_measured_bandwidth_precedes_that_of_the_links():
         assert (plan.t_comm_s > 1.5 * seconds[plan.mesh]) == (plan.mesh in [(8, 1), (2, 4)])
 
 
-@pytest.mark.parametrize("length", [5, *(pytest.param(n, marks=pytest.mark.full) for n in (6, 7))])
-def test_the_planners_choice_is_accepted_whatever_the_lengths(length):
-    words = ["parallel.sequence_parallel=true", f"train.seq_len={length}", "train.batch_size=8", "model.heads=8"]
-    for micro_batch in (("train.micro_batch_size=1",), ()):
-        config = configured([*PAIRS, *words, *micro_batch])
-        for plan in rank(config, 8).plans:
-            assert validate(configured([*PAIRS, *words, *micro_batch, *plan.overrides]), 8).sizes == plan.sizes
+@pytest.mark.parametrize(("devices", "length"), [(4, 5), full(8, 5), full(8, 6), full(8, 7)])
+def test_the_planners_choice_is_accepted_whatever_the_lengths(devices, length):
+    words = [*PAIRS, "parallel.sequence_parallel=true", f"train.seq_len={length}", "train.batch_size=4"]
+    for micro_batch in (["train.micro_batch_size=1"], []):
+        for plan in rank(configured([*words, *micro_batch]), devices).plans:
+            assert validate(configured([*words, *micro_batch, *plan.overrides]), devices).sizes == plan.sizes
 
 
 BF16 = ("train.precision=bf16", "train.batch_size=8")
@@ -198,24 +174,18 @@ def test_converted_weights_are_kept_unless_they_are_gathered_or_a_number_of_bloc
 def test_converted_weights_are_kept_as_long_as_a_tenth_of_the_memory_stays_free():
     given = *BF16, "model=gpt_125m", "train.seq_len=64", "train.micro_batch_size=1"
 
-    def needed(*words: str) -> float:
-        return Estimate(configured([*given, *words]), GridSizes()).memory_gib(1)
-
-    always, backward, never = (
-        needed("parallel.cache_layers=all", "parallel.cache_scope=step"),
-        needed("parallel.cache_layers=all"),
-        needed("parallel.cache_layers=0"),
-    )
-    assert always > backward > never
-    for limit, kept in ((always, ("all", "step")), (backward, ("all", "microbatch")), (never, (0, None))):
+    cases = ["layers=all", "scope=step"], ["layers=all"], ["layers=0"]
+    settings = ([f"parallel.cache_{word}" for word in case] for case in cases)
+    limits = [Estimate(configured([*given, *words]), GridSizes()).memory_gib(1) for words in settings]
+    assert limits == sorted(limits, reverse=True) and len({*limits}) == 3
+    for limit, kept in zip(limits, [("all", "step"), ("all", "microbatch"), (0, None)], strict=True):
         parallel = validate(configured([*given, f"cluster.memory_gib={limit / 0.9}"]), 1).config.parallel
         assert (parallel.cache_layers, parallel.cache_scope) == kept
 
 
 @pytest.mark.parametrize("words", [[], ["model.layers=2", "parallel.pipeline.stages=2"]], ids=["grids", "pipelines"])
 def test_the_overrides_of_a_plan_keep_the_weights_that_the_plan_keeps(words):
-    config = configured([*BF16, *words])
-    for plan in rank(config, 4).plans:
+    for plan in ranked(4, *BF16, *words).plans[:6]:
         parallel = validate(configured([*BF16, *words, *plan.overrides]), 4).config.parallel
         expected = plan.choice.get("cache_layers", 0), plan.choice.get("cache_scope")
         assert (parallel.cache_layers, parallel.cache_scope) == expected

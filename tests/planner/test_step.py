@@ -11,26 +11,22 @@ from gpt4d.planner import estimate
 from gpt4d.planner.device import Device, Links
 from gpt4d.planner.estimate import Estimate
 from gpt4d.planner.workload import compute_s, grids
-from tests.support.grids import sampled
+from tests.support.grids import full
 from tests.support.settings import configured
 
 NOWHERE = float("inf")
-# 1 FLOP a picosecond, and nothing else takes time.
-PRODUCTS = ClusterConfig(
-    device="cuda",
-    matmul_tflops=1.0,
-    memory_gb_s=NOWHERE,
-    operation_us=0.0,
-    levels=[LevelConfig(None, NOWHERE, None, 0.0)],
-)
-# 1 byte a nanosecond on every link, and nothing else.
-LINKS = ClusterConfig(
-    device="cuda",
-    matmul_tflops=NOWHERE,
-    memory_gb_s=NOWHERE,
-    operation_us=0.0,
-    levels=[LevelConfig(None, 1.0, None, 0.0)],
-)
+LARGE = "model.hidden=256", "model.layers=9"  # enough for several buckets of gradients
+
+
+def machine_of(tflops: float, gb_s: float) -> ClusterConfig:
+    """Return a machine on which nothing but products and bytes on links takes time."""
+    levels = [LevelConfig(None, gb_s, None, 0.0)]
+    return ClusterConfig(device="cuda", matmul_tflops=tflops, memory_gb_s=NOWHERE, operation_us=0.0, levels=levels)
+
+
+PRODUCTS = machine_of(1.0, NOWHERE)  # a FLOP takes a picosecond
+LINKS = machine_of(NOWHERE, 1.0)  # a byte takes a nanosecond
+SCORES = 16 * 3 * 4 * 16 * 16 * 64  # FLOPs of one pass through the scores of all blocks of MODEL
 MODEL = (
     "model=gpt_tiny", "model.layers=3", "model.hidden=64", "model.heads=4", "model.vocab_size=128",
     "model.max_positions=16", "train.batch_size=16", "optim.algorithm=adamw",
@@ -46,6 +42,10 @@ def plan(cluster: ClusterConfig, sizes: GridSizes, *overrides: str):
     return made.plan(made.config.train.micro_batch_size or made.share)
 
 
+def bytes_of(plan) -> dict[str, float]:
+    return {axis: used["bytes"] for axis, used in plan.comm.items()}
+
+
 def test_one_device_computes_the_models_flops():
     """The FLOPs equal the formula of Narayanan et al. with two differences.
 
@@ -54,22 +54,20 @@ def test_one_device_computes_the_models_flops():
     """
     model = config(PRODUCTS).model
     found = plan(PRODUCTS, GridSizes())
-    attention = 16 * 3 * 4 * 16 * 16 * 64  # one pass through the scores of all blocks
     head = 2 * 256 * 64 * 128
     description = registry.describe(model)
-    expected = description.training_flops(16, 16) + 0.5 * attention + 0.75 * head
+    expected = description.training_flops(16, 16) + 0.5 * SCORES + 0.75 * head
     assert found.step_time_s == pytest.approx(expected * 1e-12)
     again = plan(PRODUCTS, GridSizes(), "train.activation_checkpointing=full")
     # The last product of a block is not computed again, and the head never is.
-    expected = description.hardware_flops(16, 16) + 0.5 * attention - 3 * (2 * 256 * 4 * 64 * 64)
+    expected = description.hardware_flops(16, 16) + 0.5 * SCORES - 3 * (2 * 256 * 4 * 64 * 64)
     assert again.step_time_s == pytest.approx(expected * 1e-12)
 
 
 def test_attention_has_its_own_rate_without_masked_products():
     """A causal mask hides half of them. The backward of attention has 2.5 times the products of its forward."""
-    attention = 3.5 * 16 * 3 * 4 * 16 * 16 * 64 / 2
     alone = plan(replace(PRODUCTS, matmul_tflops=NOWHERE, attention_tflops=1.0), GridSizes())
-    assert alone.compute_s == pytest.approx(attention * 1e-12)
+    assert alone.compute_s == pytest.approx(3.5 * SCORES / 2 * 1e-12)
     slow = plan(replace(PRODUCTS, attention_tflops=0.5), GridSizes())
     assert slow.compute_s == pytest.approx(plan(PRODUCTS, GridSizes()).compute_s)
 
@@ -91,19 +89,6 @@ def test_no_step_is_faster_than_the_bound_by_which_the_search_omits_options(atte
     assert bound < plan(cluster, GridSizes(), f"train.precision={precision}").compute_s
 
 
-@pytest.mark.parametrize("sizes", [GridSizes(2, 1, 1, 1), GridSizes(1, 1, 2, 2), GridSizes(2, 1, 2, 2)], ids=str)
-def test_devices_share_the_products(sizes):
-    assert plan(PRODUCTS, sizes).compute_s == pytest.approx(plan(PRODUCTS, GridSizes()).compute_s / sizes.devices)
-
-
-def test_y_computes_attention_on_each_of_its_devices_unless_it_splits_the_heads():
-    alone, split = plan(PRODUCTS, GridSizes()), plan(PRODUCTS, GridSizes(1, 2, 1, 1))
-    assert split.compute_s == pytest.approx(alone.compute_s / 2)
-    attention = 3.5 * 16 * 3 * 4 * 16 * 16 * 64 * 1e-12
-    repeated = plan(PRODUCTS, GridSizes(1, 2, 1, 1), "parallel.scatter_heads=false")
-    assert repeated.compute_s == pytest.approx((alone.compute_s - attention) / 2 + attention)
-
-
 def test_without_computation_nothing_hides():
     """The axes z and data use the same links sequentially, so their bytes limit the step."""
     found = plan(LINKS, GridSizes(1, 1, 2, 2))
@@ -116,11 +101,8 @@ def test_all_that_can_hides_behind_long_products():
     slow = replace(LINKS, matmul_tflops=1e-6)
     found = plan(slow, GridSizes(2, 1, 2, 1))
     assert found.comm["z"]["exposed_s"] < 0.2 * found.comm["z"]["time_s"]
-    eager = plan(
-        slow,
-        GridSizes(2, 1, 2, 1),
-        *(f"parallel.overlap.{key}=false" for key in ("all_reduce", "all_gather", "reduce_scatter", "data")),
-    )
+    switches = (f"parallel.overlap.{key}=false" for key in ("all_reduce", "all_gather", "reduce_scatter", "data"))
+    eager = plan(slow, GridSizes(2, 1, 2, 1), *switches)
     assert eager.exposed_s == pytest.approx(sum(axis["time_s"] for axis in eager.comm.values()))
     assert eager.compute_s == found.compute_s and eager.step_time_s > found.step_time_s
 
@@ -128,10 +110,8 @@ def test_all_that_can_hides_behind_long_products():
 @pytest.mark.parametrize("switch", [name for name in OverlapConfig.__dataclass_fields__ if name != "prefetch"])
 def test_each_overlap_saves_time_and_no_byte(switch):
     machine, sizes = replace(LINKS, matmul_tflops=0.005), GridSizes(2, 1, 2, 2)
-    large = "model.hidden=256", "model.layers=9"  # enough for several buckets of gradients
-    on, off = plan(machine, sizes, *large), plan(machine, sizes, *large, f"parallel.overlap.{switch}=false")
-    assert on.step_time_s < off.step_time_s
-    assert {a: c["bytes"] for a, c in on.comm.items()} == pytest.approx({a: c["bytes"] for a, c in off.comm.items()})
+    on, off = (plan(machine, sizes, *LARGE, *words) for words in ((), (f"parallel.overlap.{switch}=false",)))
+    assert on.step_time_s < off.step_time_s and bytes_of(on) == pytest.approx(bytes_of(off))
 
 
 def test_what_cannot_pass_beside_a_computation_is_exposed():
@@ -184,24 +164,21 @@ def test_inner_and_outer_links_carry_at_once_and_late_ranks_are_waited_for():
     device = Device(machine, links)
     started = [device.start("all_gather", axis, nbytes) for axis, nbytes in (("y", 1e9), ("y", 1e9), ("x", 2e9))]
     assert device.now == 0
-    device.wait(started[2])
-    assert device.now == pytest.approx(2.5)
-    device.wait(started[0])
-    assert device.now == pytest.approx(2.5)  # two groups share a node's links: 0.5 + 2
-    device.wait(started[1])
-    assert device.now == pytest.approx(4.5)
+    for index, now in ((2, 2.5), (0, 2.5), (1, 4.5)):  # two groups share a node's links: 0.5 + 2
+        device.wait(started[index])
+        assert device.now == pytest.approx(now)
     assert device.exposed_s == {"x": pytest.approx(2.5), "y": pytest.approx(2.0)}
 
 
 def test_states_that_do_not_travel_behind_the_forward_are_waited_for():
     machine, sizes = replace(LINKS, matmul_tflops=0.005), GridSizes(1, 1, 1, 4)
-    large = "model.hidden=256", "model.layers=9", "optim.shard_states=true"
-    on, off = plan(machine, sizes, *large), plan(machine, sizes, *large, "parallel.overlap.data=false")
+    large = *LARGE, "optim.shard_states=true"
+    on, off = (plan(machine, sizes, *large, *words) for words in ((), ("parallel.overlap.data=false",)))
     assert off.comm["data"]["exposed_s"] == pytest.approx(off.comm["data"]["time_s"])
     assert on.comm["data"]["exposed_s"] < 0.5 * off.comm["data"]["exposed_s"]
 
 
-@pytest.mark.parametrize("cache_layers", [0, 4, 10, 19, "all"])
+@pytest.mark.parametrize("cache_layers", [0, 4, full(10), 19, full("all")])
 def test_the_memory_of_many_blocks_is_extrapolated_from_few(monkeypatch, cache_layers):
     machine = configured(["cluster=perlmutter"]).cluster
     words = "model.layers=20", "train.activation_checkpointing=full", f"parallel.cache_layers={cache_layers}"
@@ -210,24 +187,6 @@ def test_the_memory_of_many_blocks_is_extrapolated_from_few(monkeypatch, cache_l
         monkeypatch.setattr(estimate, "BLOCKS_PER_KIND", blocks)
         found.append(Estimate(config(machine, *words), GridSizes(1, 1, 4, 2)).memory_gib(2) - machine.reserved_gib)
     assert found[0] == pytest.approx(found[1], rel=0.02)
-
-
-def test_caching_gathers_once_what_is_cached():
-    sizes = GridSizes(1, 1, 2, 1)
-    none, some, all_of_them = (
-        plan(LINKS, sizes, "train.activation_checkpointing=full", f"parallel.cache_layers={layers}").comm["z"]["bytes"]
-        for layers in (0, 1, "all")
-    )
-    block, table = 12 * 64 * 64 * 2 / 2, 128 * 64 * 2 / 2  # one gather of each, in bf16
-    assert none - some == block
-    assert none - all_of_them == 3 * block + table
-
-
-def test_with_the_cache_of_a_step_microbatches_add_no_communication_over_z():
-    sizes, scope = GridSizes(1, 1, 2, 1), ("parallel.cache_layers=all", "parallel.cache_scope=step")
-    one, four = (plan(LINKS, sizes, *scope, f"train.micro_batch_size={size}").comm["z"]["bytes"] for size in (8, 2))
-    again = plan(LINKS, sizes, scope[0], "train.micro_batch_size=2").comm["z"]["bytes"]
-    assert one == pytest.approx(four) and again > 3 * four
 
 
 def test_whole_layers_move_communication_from_the_forward_to_the_backward():
@@ -242,16 +201,22 @@ def test_whole_layers_move_communication_from_the_forward_to_the_backward():
     assert some.step_time_s < 0.98 * split.step_time_s < too_many.step_time_s
 
 
+SETTINGS = [
+    (),
+    ("parallel.cache_layers=5", "train.activation_checkpointing=full"),
+    ("parallel.cache_layers=all", "parallel.cache_scope=step", "parallel.replicated_layers=4"),
+]
+SAMPLED = [GridSizes(2, 2, 2), GridSizes(1, 2, 1, 4), GridSizes(z=8)]  # each with one of the settings
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", sampled(list(grids(8)), [GridSizes(2, 2, 2), GridSizes(1, 2, 1, 4), GridSizes(z=8)]))
 @pytest.mark.parametrize(
-    "overrides",
+    ("overrides", "sizes"),
     [
-        (),
-        ("parallel.cache_layers=5", "train.activation_checkpointing=full"),
-        ("parallel.cache_layers=all", "parallel.cache_scope=step", "parallel.replicated_layers=4"),
+        (pytest.param if sizes == SAMPLED[number] else full)(overrides, sizes, id=f"{sizes}-{number}")
+        for number, overrides in enumerate(SETTINGS)
+        for sizes in grids(8)
     ],
-    ids=str,
 )
 def test_a_long_step_is_extrapolated_from_short_ones(monkeypatch, sizes, overrides):
     machine = configured(["cluster=perlmutter"]).cluster
@@ -260,8 +225,6 @@ def test_a_long_step_is_extrapolated_from_short_ones(monkeypatch, sizes, overrid
     drawn = plan(machine, sizes, *words)
     monkeypatch.setattr(estimate, "MAX_WALKED", 1 << 30)
     walked = plan(machine, sizes, *words)
-    assert {a: c["bytes"] for a, c in drawn.comm.items()} == pytest.approx(
-        {a: c["bytes"] for a, c in walked.comm.items()}
-    )
+    assert bytes_of(drawn) == pytest.approx(bytes_of(walked))
     assert drawn.compute_s == pytest.approx(walked.compute_s)
     assert drawn.step_time_s == pytest.approx(walked.step_time_s, rel=0.01)

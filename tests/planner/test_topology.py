@@ -18,8 +18,8 @@ from gpt4d.parallel.layers import sharding
 from gpt4d.planner import paper_models
 from gpt4d.planner.device import KINDS, SHIFT, Device, Links, sent_bytes
 from gpt4d.planner.topology import RankSpan, crossed_levels, message_speed, node_size, spans, speed
-from tests.parallel.test_shared_memory import axis_across_hosts
 from tests.support.fake_time import FakeTime
+from tests.support.parallel_runs import axis_across_hosts
 
 NODES_OF_4 = ClusterConfig(device="cuda", levels=[LevelConfig(None, 100.0), LevelConfig(4, 300.0, 100.0)])
 HOSTS_OF_4 = replace(NODES_OF_4, device="cpu")
@@ -42,9 +42,8 @@ def test_rings_share_a_nodes_link_as_in_equation_10(sizes, node, expected):
 
 
 def test_collectives_send_the_bytes_of_equations_1_to_3():
-    assert sent_bytes("all_gather", 4, 10) == 30
-    assert sent_bytes("reduce_scatter", 4, 40) == 30
-    assert sent_bytes("all_reduce", 4, 40) == 60
+    kinds = ("all_gather", 10), ("reduce_scatter", 40), ("all_reduce", 40)
+    assert [sent_bytes(kind, 4, nbytes) for kind, nbytes in kinds] == [30, 30, 60]
 
 
 def test_a_layer_sends_the_bytes_of_equations_4_to_8():
@@ -66,11 +65,10 @@ def test_communication_of_a_model_is_equation_9_summed_over_layers():
     config, model = Config(model=TWO_LAYERS, train=train, cluster=NODES_OF_4), registry.describe(TWO_LAYERS)
     # qkv and up reduce their input gradient over x, output and down their product: four times 32 rows of 8.
     sent = 2 * 4 * 32 * 8 * 4
-    seconds = paper_models.communication(config, model, GridSizes(2, 1, 1, 1), aware=True)
-    assert seconds == {"x": pytest.approx(sent / 100e9), "y": 0, "z": 0, "data": 0}
-    config.train.activation_checkpointing = "full"  # repeats the two products
-    recomputed = paper_models.communication(config, model, GridSizes(2, 1, 1, 1), aware=True)
-    assert recomputed["x"] == pytest.approx(1.5 * seconds["x"])
+    for recomputation, factor in (("none", 1), ("full", 1.5)):  # full repeats the two products
+        config.train.activation_checkpointing = recomputation
+        seconds = paper_models.communication(config, model, GridSizes(2), aware=True)
+        assert seconds == {"x": pytest.approx(factor * sent / 100e9), "y": 0, "z": 0, "data": 0}
 
 
 def test_only_the_aware_model_depends_on_placement():
@@ -81,25 +79,29 @@ def test_only_the_aware_model_depends_on_placement():
 
 
 def test_spans_give_stride_size_and_placement_on_nodes():
-    by_axis = spans(GridSizes(2, 3, 4, 5))
     assert spans(GridSizes(2, 3, 4, 5), context=10)["context"] == RankSpan(6, 10)
-    assert by_axis == {
+    assert spans(GridSizes(2, 3, 4, 5)) == {
         "x": RankSpan(1, 2), "y": RankSpan(2, 3), "z": RankSpan(6, 4), "data": RankSpan(24, 5),
         "context": RankSpan(6, 1), "batch": RankSpan(6, 20), "world": RankSpan(1, 120),
     }  # fmt: skip
-    assert (RankSpan(2, 4).local(4), RankSpan(2, 4).nodes(4), RankSpan(2, 4).sharing(4)) == (2, 2, 2)
-    assert (RankSpan(8, 4).local(4), RankSpan(8, 4).nodes(4), RankSpan(8, 4).sharing(4)) == (1, 4, 4)
+    for span, local, nodes, sharing in ((RankSpan(2, 4), 2, 2, 2), (RankSpan(8, 4), 1, 4, 4)):
+        assert (span.local(4), span.nodes(4), span.sharing(4)) == (local, nodes, sharing)
+    # A group that does not divide a node spans two.
+    assert (RankSpan(1, 3).local(4), RankSpan(1, 3).nodes(4)) == (2, 2)
+    assert [RankSpan(*span).nodes(4) for span in ((1, 2), (2, 2), (1, 4))] == [1, 1, 1]
+    assert speed(NODES_OF_4, "all_gather", RankSpan(1, 3)).across
 
 
 def test_a_group_crosses_the_levels_between_its_ranks():
     torus = ClusterConfig(levels=[LevelConfig(None, 100.0), LevelConfig(2, 200.0), LevelConfig(4, 300.0)])
     assert node_size(torus) == 8
-    assert [(c.level.group_gb_s, c.members, c.sharing) for c in crossed_levels(torus, RankSpan(1, 4))] == [(300, 4, 1)]
-    assert [(c.level.group_gb_s, c.members, c.sharing) for c in crossed_levels(torus, RankSpan(2, 4))] == [
-        (300, 2, 1), (200, 2, 2),
-    ]  # fmt: skip
-    assert [(c.level.group_gb_s, c.members, c.sharing) for c in crossed_levels(torus, RankSpan(8, 3))] == [(100, 3, 8)]
-    assert crossed_levels(torus, RankSpan(4, 1)) == []
+    for span, expected in (
+        (RankSpan(1, 4), [(300, 4, 1)]),
+        (RankSpan(2, 4), [(300, 2, 1), (200, 2, 2)]),
+        (RankSpan(8, 3), [(100, 3, 8)]),
+        (RankSpan(4, 1), []),
+    ):
+        assert [(c.level.group_gb_s, c.members, c.sharing) for c in crossed_levels(torus, span)] == expected
 
 
 @pytest.mark.parametrize("sizes", [GridSizes(8, 1, 1, 1), GridSizes(2, 4, 1, 1), GridSizes(1, 2, 8, 1)])
@@ -110,21 +112,15 @@ def test_between_nodes_the_bandwidth_is_that_of_equation_10(sizes):
             assert 1e-9 / speed(NODES_OF_4, "all_gather", span).s_per_byte == pytest.approx(beta[axis])
 
 
-def test_two_devices_use_one_link_and_four_use_all_their_links():
-    assert 1e-9 / speed(NODES_OF_4, "all_gather", RankSpan(1, 2)).s_per_byte == pytest.approx(100)
-    assert 1e-9 / speed(NODES_OF_4, "all_gather", RankSpan(1, 4)).s_per_byte == pytest.approx(300)
+@pytest.mark.parametrize(("devices", "gb_s"), [(2, 100), (4, 300)])
+def test_two_devices_use_one_link_and_four_use_all_their_links(devices, gb_s):
+    assert 1e-9 / speed(NODES_OF_4, "all_gather", RankSpan(1, devices)).s_per_byte == pytest.approx(gb_s)
 
 
 def test_unmeasured_latency_is_that_of_a_tree_or_a_ring():
     cluster = ClusterConfig(levels=[LevelConfig(None, 100.0, None, 10.0), LevelConfig(4, 300.0, 100.0, 1.0)])
     assert speed(cluster, "all_reduce", RankSpan(1, 32)).latency_s == pytest.approx((2 * 3 * 10 + 2 * 2 * 1) / 1e6)
     assert speed(cluster, "all_gather", RankSpan(1, 32)).latency_s == pytest.approx((7 * 10 + 3 * 1) / 1e6)
-
-
-def test_groups_that_do_not_divide_a_node_span_two():
-    assert (RankSpan(1, 3).local(4), RankSpan(1, 3).nodes(4)) == (2, 2)
-    assert (RankSpan(1, 2).nodes(4), RankSpan(2, 2).nodes(4), RankSpan(1, 4).nodes(4)) == (1, 1, 1)
-    assert speed(NODES_OF_4, "all_gather", RankSpan(1, 3)).across
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -10,29 +10,9 @@ import torch.distributed as dist
 from gpt4d.checkpoint.checkpoint_dir import Damaged
 from gpt4d.config import ConfigError
 from gpt4d.runtime import consensus
-from gpt4d.runtime.consensus import (
-    all_gather_json,
-    all_ranks_true,
-    gather_in_group,
-    run_on_all_ranks,
-    run_on_rank0,
-)
-from tests.support.grids import train_in_rank
+from gpt4d.runtime.consensus import all_gather_json, all_ranks_true, gather_in_group, run_on_all_ranks
+from tests.support.grids import full, train_in_rank
 from tests.support.rank_pool import RankFailure
-
-
-def catch_mistake_of_rank_0():
-    def work():
-        raise ConfigError("data.path: no")
-
-    try:
-        run_on_rank0(work, "work")
-    except ConfigError as error:
-        return str(error)
-
-
-def test_a_config_error_on_rank_0_is_raised_on_every_rank(ranks):
-    assert ranks.run(3, catch_mistake_of_rank_0) == ["data.path: no"] * 3
 
 
 def work_slowly_on_rank_0(answer):
@@ -60,7 +40,7 @@ def work_slowly_on_rank_0(answer):
         consensus.broadcast_from_rank0, consensus.KEEPALIVE_S = broadcast, 60.0
 
 
-def test_keepalives_reach_other_ranks_while_rank_0_works(ranks):
+def test_keepalives_the_result_and_a_mistake_of_rank_0_reach_other_ranks(ranks):
     assert ranks.run(3, work_slowly_on_rank_0, {"a": 1}) == [{"a": 1}] * 3
     with pytest.raises(RankFailure) as raised:
         ranks.run(3, work_slowly_on_rank_0, ConfigError("a mistake"))
@@ -119,7 +99,7 @@ def only_torchs_checkpoints_receive_pickles(config):
     return receivers
 
 
-@pytest.mark.parametrize("grid", [["parallel.gz=2"], ["parallel.pipeline.stages=2", "profile.steps=2"]])
+@pytest.mark.parametrize("grid", [full(["parallel.gz=2"]), ["parallel.pipeline.stages=2", "profile.steps=2"]])
 def test_no_rank_receives_a_pickle_except_from_torchs_plan_of_a_checkpoint(ranks, tiny, grid):
     config = tiny(*grid, "train.steps=3", "checkpoint.every=2")
     assert ranks.run(2, only_torchs_checkpoints_receive_pickles, config)[0] == {True}

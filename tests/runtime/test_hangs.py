@@ -13,24 +13,11 @@ from gpt4d import activity
 from gpt4d.activity import Track
 from gpt4d.runtime import activity_watch
 from gpt4d.runtime.activity_watch import ActivityWatch
-from tests.runtime.test_faults import at_step, shorten_timeouts
-from tests.support.jobs import LaunchedJob
+from tests.support.faults import PHASES, Fault, block, replace_function, shorten_timeouts
+from tests.support.grids import full
+from tests.support.jobs import ended_job
 
-# By phase: module and function in which a rank hangs, the file of its caller, and the activity that is reported.
-PHASES = {
-    "update": ("gpt4d.optim.optimizer", "Optimizer.step", "step.py", "reading the metrics of step 5"),
-    "pending save": ("gpt4d.optim.optimizer", "Optimizer.step", "step.py", "asking whether step_00000003 is saved"),
-    "save": ("gpt4d.checkpoint.writer", "Writer.write_data", "saving.py", "saving step_00000003"),
-    "begin": ("gpt4d.checkpoint.lifecycle", "begin", "saving.py", "beginning to save step 3"),
-    "load": ("gpt4d.checkpoint.storage", "fill", "storage.py", "loading step_00000003"),
-    "finish": ("gpt4d.trainer", "Trainer._finish", "trainer.py", "(reporting the end of the run|closing the log)"),
-    "preflight": ("gpt4d.runtime.preflight", "_compute", "preflight.py", "comparing the speeds of the ranks"),
-}
-
-
-def replace_function(path: str, name: str, function) -> None:
-    *outer, name = name.split(".")
-    setattr(functools.reduce(getattr, outer, importlib.import_module(path)), name, function)
+WRITER = "gpt4d.checkpoint.writer"
 
 
 def save_forever(self, plan, planner):
@@ -39,35 +26,26 @@ def save_forever(self, plan, planner):
         activity.progress()
 
 
-def hang(phase: str, target: int, rank: int) -> None:
-    shorten_timeouts()
-    module, function, *_ = PHASES[phase]
-    if phase == "pending save" and rank != target:
-        replace_function("gpt4d.checkpoint.writer", "Writer.write_data", save_forever)
-    if rank == target:
-        arm = functools.partial(replace_function, module, function, lambda *_, **__: threading.Event().wait())
-        at_step(5, lambda _: arm()) if module == "gpt4d.optim.optimizer" else arm()
+def save_forever_elsewhere(target: int, rank: int) -> None:
+    """Hang in the update of rank ``target`` while the other rank saves."""
+    Fault(1 - target, save_forever, (WRITER, "Writer.write_data"))(rank)
+    Fault(target, block, PHASES["pending save"][:2], 5)(rank)
 
 
 _QUICK = [("update", 1), ("save", 0)]
-_FULL = [
-    pytest.param(phase, target, marks=pytest.mark.full)
-    for phase in PHASES
-    for target in (0, 1)
-    if (phase, target) not in (*_QUICK, ("begin", 1))
-]
+_OTHERS = set(itertools.product(PHASES, (0, 1))) - {*_QUICK, ("begin", 1)}
 
 
-@pytest.mark.parametrize(("phase", "target"), [*_QUICK, *_FULL])
+@pytest.mark.parametrize(("phase", "target"), [*_QUICK, *itertools.starmap(full, sorted(_OTHERS))])
 def test_a_hang_outside_the_collectives_names_the_rank_and_what_the_others_wait_for(ranks, tiny, phase, target):
-    *_, caller, name = PHASES[phase]
-    config = tiny("parallel.gz=2", "parallel.timeout_s=2", f"checkpoint.every={0 if phase == 'update' else 3}")
+    module, function, caller, name = PHASES[phase]
+    fault = Fault(target, block, (module, function), 5 if phase == "update" else None)
+    if phase == "pending save":
+        fault = functools.partial(save_forever_elsewhere, target)
+    config = tiny("parallel.gz=2", "parallel.timeout_s=1", f"checkpoint.every={0 if phase == 'update' else 3}")
     if phase == "load":
-        with LaunchedJob(ranks.context, tiny("parallel.gz=2", "checkpoint.every=3", "train.steps=3"), 2) as job:
-            assert job.exit_codes() == [0, 0], job.outputs()
-    with LaunchedJob(ranks.context, config, 2, functools.partial(hang, phase, target)) as job:
-        assert job.exit_codes() == [1, 1], job.outputs()
-        output = "".join(job.outputs())
+        ended_job(ranks.context, tiny("parallel.gz=2", "checkpoint.every=3", "train.steps=3"), [0, 0])
+    output = "".join(ended_job(ranks.context, config, [1, 1], fault).outputs())
     problem = rf"(waited|made no progress for) \d+ s .*(for|in) {name}: rank {target} on \S+ is in {caller}:\d+ "
     assert re.search(rf"error: hang: rank \d on \S+ {problem}", output), output
     assert output.count("error:") == 1 and "Traceback" not in output
@@ -75,9 +53,7 @@ def test_a_hang_outside_the_collectives_names_the_rank_and_what_the_others_wait_
 
 def work_slowly(function: str, rank: int) -> None:
     shorten_timeouts()
-    activity_watch.MIN_LIMIT_S = 3.0
-    module = "gpt4d.checkpoint.writer"
-    original = getattr(importlib.import_module(module).Writer, function)
+    original = getattr(importlib.import_module(WRITER).Writer, function)
 
     def slow(*arguments, **options):
         for _ in range(100):
@@ -86,15 +62,14 @@ def work_slowly(function: str, rank: int) -> None:
         return original(*arguments, **options)
 
     if rank == 0:
-        replace_function(module, f"Writer.{function}", slow)
+        replace_function(WRITER, f"Writer.{function}", slow)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("function", ["write_data", "finish"])
 def test_a_slow_save_that_makes_progress_is_not_a_hang(ranks, tiny, function):
     config = tiny("parallel.gz=2", "parallel.timeout_s=2", "train.steps=3")
-    with LaunchedJob(ranks.context, config, 2, functools.partial(work_slowly, function)) as job:
-        assert job.exit_codes() == [0, 0], job.outputs()
+    ended_job(ranks.context, config, [0, 0], functools.partial(work_slowly, function))
 
 
 @pytest.fixture

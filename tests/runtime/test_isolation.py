@@ -21,7 +21,7 @@ from gpt4d.runtime.identity import job_key
 from gpt4d.runtime.job_store import JobStore
 from gpt4d.runtime.launch import Launch
 from gpt4d.runtime.watchdog import Watchdog
-from tests.runtime.test_faults import at_step, losses, shorten_timeouts
+from tests.support.faults import at_step, losses, shorten_timeouts
 from tests.support.grids import train_in_rank
 from tests.support.jobs import TIMEOUT_S, LaunchedJob, free_port
 
@@ -55,52 +55,50 @@ def start(ranks, tiny, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def undisturbed():
+def expected() -> list[float]:
     return []
 
 
-def assert_undisturbed(job: LaunchedJob, ranks, tiny, undisturbed, tmp_path) -> None:
-    """Assert that ``job`` ends with the losses of a run that shares nothing with others."""
-    assert job.exit_codes() == [0, 0], job.outputs()
-    if not undisturbed:
-        config = tiny(*RUN, f"run.dir={tmp_path / 'undisturbed'}")
-        ranks.run(2, train_in_rank, config)
-        undisturbed.extend(losses(config))
-    assert [line["loss"] for line in job.metric_lines() if "event" not in line] == undisturbed
+@pytest.fixture
+def assert_undisturbed(ranks, tiny, expected, tmp_path):
+    """Return a function that lets jobs continue, and asserts that they end with the losses of a run alone."""
+
+    def check(*jobs: LaunchedJob) -> None:
+        (tmp_path / "go").touch()
+        if not expected:
+            config = tiny(*RUN, f"run.dir={tmp_path / 'alone'}")
+            ranks.run(2, train_in_rank, config)
+            expected.extend(losses(config))
+        for job in jobs:
+            assert job.exit_codes() == [0, 0], job.outputs()
+            assert [line["loss"] for line in job.metric_lines() if "event" not in line] == expected
+
+    return check
 
 
-def test_a_job_whose_port_another_job_uses_says_so_and_leaves_it_alone(start, ranks, tiny, undisturbed, tmp_path):
+def test_a_job_is_undisturbed_by_strangers_and_jobs_with_its_port_say_so_or_wait(start, assert_undisturbed):
+    """A thousand messages change nothing. A requeued job has the port of its previous start, which may still end."""
     with start("a") as first:
         first.wait_for_step(2)
         with start("b", first.port, port_s=1.0) as second:
             assert second.exit_codes() == [75, 75], second.outputs()
             message = f"error: MASTER_PORT={first.port}: another process uses this port of {socket.gethostname()}; set "
             assert message in second.outputs()[0] and "Traceback" not in "".join(second.outputs())
-        (tmp_path / "go").touch()
-        assert_undisturbed(first, ranks, tiny, undisturbed, tmp_path)
-
-
-def test_a_job_waits_for_the_port_of_a_job_that_ends(start, ranks, tiny, undisturbed, tmp_path):
-    """A requeued job has the port of its previous start, whose ranks may still be ending."""
-    with start("a") as first:
-        first.wait_for_step(2)
-        with start("b", first.port) as second:
-            (tmp_path / "go").touch()
-            assert_undisturbed(first, ranks, tiny, undisturbed, tmp_path)
-            assert_undisturbed(second, ranks, tiny, undisturbed, tmp_path)
+        send_random_messages(first.port, 1000)
+        with start("c", first.port) as third:
+            assert_undisturbed(first, third)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("repetition", range(50))
-def test_of_two_jobs_that_start_together_one_trains(start, ranks, tiny, undisturbed, tmp_path, repetition):
+def test_of_two_jobs_that_start_together_one_trains(start, assert_undisturbed, repetition):
     port = free_port()
     with start("a", port, port_s=1.0) as one, start("b", port, port_s=1.0) as other:
         while all(process.is_alive() for job in (one, other) for process in job.processes):
             time.sleep(0.01)
         loser, winner = (one, other) if not all(process.is_alive() for process in one.processes) else (other, one)
         assert loser.exit_codes() == [75, 75], loser.outputs()
-        (tmp_path / "go").touch()
-        assert_undisturbed(winner, ranks, tiny, undisturbed, tmp_path)
+        assert_undisturbed(winner)
 
 
 KEYS = ("failure", "hang", "alive/1", "host/0", "process/1", "all left")
@@ -115,14 +113,9 @@ def send_random_messages(port: int, count: int) -> None:
     for number in range(count):
         key = draw.choice(GUESSED)
         if number % 2:
-            draw.choice(
-                [
-                    lambda key=key: client.set(key, forged),
-                    lambda key=key: client.compare_set(key, "", forged),
-                    lambda key=key: client.delete_key(key),
-                    lambda: client.add(f"count {draw.randrange(9)}", 1),
-                ]
-            )()
+            calls = (client.set, key, forged), (client.compare_set, key, "", forged), (client.delete_key, key)
+            call, *arguments = draw.choice([*calls, (client.add, f"count {draw.randrange(9)}", 1)])
+            call(*arguments)
             continue
         with socket.create_connection(("localhost", port)) as raw:
             if number % 4:  # as a client whose query makes no sense: magic number, kind of query, length
@@ -132,36 +125,44 @@ def send_random_messages(port: int, count: int) -> None:
                 raw.sendall(draw.randbytes(draw.randrange(1, 300)))
 
 
-def test_a_thousand_messages_of_strangers_change_nothing(start, ranks, tiny, undisturbed, tmp_path):
-    with start("a") as job:
-        job.wait_for_step(2)
-        send_random_messages(job.port, 1000)
-        (tmp_path / "go").touch()
-        assert_undisturbed(job, ranks, tiny, undisturbed, tmp_path)
+class Server(dist.HashStore):
+    """A store that also tells strangers the names under which jobs store their values."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def set(self, key, value):
+        self.names.append(key)
+        super().set(key, value)
+
+    def name_of(self, store: JobStore, key: str) -> str:
+        store.set(key, "any")
+        return self.names[-1]
 
 
 def test_a_value_without_the_jobs_key_counts_as_missing():
-    server = dist.HashStore()
+    server = Server()
     ours, strangers = JobStore(server, b"ours"), JobStore(server, b"strangers")
-    strangers.set("failure", "no")
+    theirs = server.name_of(strangers, "failure")
     assert not ours.check(["failure"]), "two jobs must not share keys"
-    ours.set("other", "value")
-    name, other = ours._name("failure"), ours._name("other")
-    for forged in (b"", b"no", strangers._seal("failure", "no"), server.get(other)):
+    name, other = server.name_of(ours, "failure"), server.name_of(ours, "other")
+    for forged in (b"", b"no", server.get(theirs), server.get(other)):
         server.set(name, forged)
         assert not ours.check(["failure"])
         with pytest.raises(RuntimeError, match="failure in the store was not written by this job"):
             ours.get("failure")
         assert ours.compare_set("failure", "", "true") == b"true" == ours.get("failure")
-    assert ours.compare_set("failure", "", "later") == b"true" and ours.get("other") == b"value"
+    assert ours.compare_set("failure", "", "later") == b"true" and ours.get("other") == b"any"
     assert ours.compare_set("failure", "true", "changed") == b"changed" == ours.get("failure")
 
 
 def test_a_forged_failure_does_not_end_a_job():
-    server = dist.HashStore()
+    server = Server()
     store = JobStore(server, b"key")
     watchdog = Watchdog(store, 0, 2, "nid1", lambda failure: None)
-    server.set(store._name("failure"), '{"rank": 1, "host": "elsewhere", "cause": "a stranger said so"}')
+    forged = '{"rank": 1, "host": "elsewhere", "cause": "a stranger said so"}'
+    server.set(server.name_of(store, "failure"), forged)
     assert watchdog.first_failure() is None
     assert watchdog.fail("the true cause", may_be_secondary=False).cause == "the true cause"
     assert (failure := watchdog.first_failure()) and (failure.rank, failure.cause) == (0, "the true cause")

@@ -7,8 +7,10 @@ import torch
 
 from gpt4d.out_of_memory import MemoryWatch, is_out_of_memory
 from gpt4d.validation import validate
-from tests.runtime.test_faults import at_step, shorten_timeouts
-from tests.support.jobs import LaunchedJob
+from tests.support.faults import at_step, shorten_timeouts
+from tests.support.jobs import ended_job
+
+HOST = "[enforce fail] DefaultCPUAllocator"
 
 
 @pytest.mark.parametrize(
@@ -16,11 +18,8 @@ from tests.support.jobs import LaunchedJob
     [
         (MemoryError(), True),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
-        (
-            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
-            True,
-        ),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes"), True),
+        (RuntimeError(f"{HOST}: can't allocate memory: you tried to allocate 8 bytes"), True),
+        (RuntimeError(f"{HOST}: not enough memory: you tried to allocate 8 bytes"), True),
         (RuntimeError("connection closed by peer"), False),
     ],
 )
@@ -45,8 +44,8 @@ def exhaust(step, target, rank):
     """Raise torch's error in the forward of the last block on one rank."""
     shorten_timeouts()
 
-    def fail(trainer):
-        module = trainer.stage.module.get_submodule("blocks.1.mlp")
+    def fail(profile):
+        module = profile.stage.module.get_submodule("blocks.1.mlp")
         original = type(module).forward
 
         def forward(self, *arguments):
@@ -62,8 +61,7 @@ def exhaust(step, target, rank):
 
 def test_one_rank_of_four_ends_all_with_its_layer_and_settings(ranks, tiny):
     config = tiny("parallel.gx=2", "parallel.gz=2", "train.steps=6")
-    with LaunchedJob(ranks.context, config, 4, functools.partial(exhaust, 3, 3)) as job:
-        assert job.exit_codes() == [1, 1, 1, 1], job.outputs()
-        line = job.outputs()[0]
+    outputs = ended_job(ranks.context, config, [1, 1, 1, 1], functools.partial(exhaust, 3, 3)).outputs()
+    line = outputs[0]
     assert "rank 3 on " in line and "failed: out of memory in blocks.1.mlp (planned " in line and ": set " in line, line
-    assert "Traceback" not in "".join(job.outputs())
+    assert "Traceback" not in "".join(outputs)

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from tests.test_cli import ROOT
+from tests.support.environment import REPOSITORY
 
 CHILD = """
 import sys, time
@@ -37,7 +37,7 @@ def test_a_process_ends_when_its_parent_is_killed(case):
     pipe = os.pipe() if case == "kernel alone" else ()  # this process keeps the write end
     command = [sys.executable, "-c", PARENT, CHILD, case, str(pipe[0] if pipe else 0)]
     parent = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, pass_fds=pipe[:1], start_new_session=True
+        command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, pass_fds=pipe[:1], start_new_session=True
     )
     try:
         assert parent.stdout.readline() == "ready\n"

@@ -1,8 +1,10 @@
 """Before training, ranks that differ in code, settings, files or link speed are found."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from gpt4d.runtime import preflight
 from gpt4d.runtime.preflight import NodeFacts, find_difference, find_slow
@@ -43,33 +45,23 @@ def test_a_slow_axis_or_computation_is_named_with_its_nodes():
 
 def _measure(seconds):
     """On a rank: find slow ranks if the last rank takes ``seconds`` in successive rounds and every other rank 1 s."""
-    import torch.distributed as dist
-
     last = dist.get_rank() == dist.get_world_size() - 1
     durations = iter(seconds if last else [1.0] * len(seconds))
-    preflight.best_time, best_time = (lambda _: next(durations)), preflight.best_time
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preflight, "best_time", lambda _: next(durations))
         return preflight.find_persistently_slow({"computation": None}, ["a", "b", "c"])
-    finally:
-        preflight.best_time = best_time
 
 
 def test_only_what_is_slow_in_every_round_is_reported(ranks):
     assert ranks.run(3, _measure, [9.0, 1.0, 9.0]) == [[]] * 3
-    assert (
-        ranks.run(3, _measure, [9.0, 8.0, 9.0])
-        == [["computation is slow on 1 rank(s) (c): 8000.0 ms on rank 2, median 1000.0 ms"]] * 3
-    )
+    slow = "computation is slow on 1 rank(s) (c): 8000.0 ms on rank 2, median 1000.0 ms"
+    assert ranks.run(3, _measure, [9.0, 8.0, 9.0]) == [[slow]] * 3
 
 
 def train_with_other_code(config):
-    import torch.distributed as dist
-
-    preflight.code_hash, code_hash = (lambda: f"edited on {dist.get_rank() // 2}"), preflight.code_hash
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preflight, "code_hash", lambda: f"edited on {dist.get_rank() // 2}")
         train_in_rank(config)
-    finally:
-        preflight.code_hash = code_hash
 
 
 def test_a_run_does_not_start_if_nodes_have_different_code(ranks, tiny):
@@ -86,13 +78,9 @@ def test_a_run_directory_that_nodes_do_not_share_is_an_error(ranks, tiny, tmp_pa
 
 def _train_with_unshared_directory(config, other):
     """On a rank: the path of the run directory leads to a different directory on rank 1, as on a local disk."""
-    import torch.distributed as dist
-
     read_marker = preflight.read_marker
-    preflight.MARKER_TIMEOUT_S = 0.0
-    if dist.get_rank():
-        preflight.read_marker = lambda path, *rest: read_marker(path.parent.parent / "other" / path.name, *rest)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preflight, "MARKER_TIMEOUT_S", 0.0)
+        if dist.get_rank():
+            patch.setattr(preflight, "read_marker", lambda path, *rest: read_marker(Path(other, path.name), *rest))
         train_in_rank(config)
-    finally:
-        preflight.read_marker, preflight.MARKER_TIMEOUT_S = read_marker, 30.0

@@ -9,7 +9,8 @@ import termios
 
 import pytest
 
-from tests.test_cli import ROOT
+from tests.support.environment import REPOSITORY
+from tests.support.grids import full
 
 PROGRAM = """
 import os, sys, time
@@ -39,7 +40,9 @@ BLOCKED = "print('ready', flush=True); os.read(os.pipe()[0], 1)"
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU], ids=lambda s: s.name
+    "number",
+    [signal.SIGTERM, signal.SIGINT, *map(full, (signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU))],
+    ids=lambda number: number.name,
 )
 def test_a_signal_ends_a_process_that_has_nothing_to_save(number):
     with start_process(BLOCKED) as process:
@@ -58,7 +61,7 @@ def test_the_first_deferred_signal_is_recorded_and_a_later_one_ends_it():
         assert process.returncode == 75
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGXCPU], ids=lambda s: s.name)
+@pytest.mark.parametrize("number", [signal.SIGXCPU, full(signal.SIGHUP)], ids=lambda s: s.name)
 def test_a_signal_that_the_system_repeats_does_not_end_a_process_that_saves(number):
     body = f"""
     stop.announce = False
@@ -119,7 +122,7 @@ def test_nohup_keeps_a_process_that_loses_its_terminal():
 def test_ctrl_c_ends_train_py_without_a_traceback_while_it_imports(tmp_path):
     (tmp_path / "hydra.py").write_text("import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, "train.py"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "train.py"], cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (75, "", "")
 
 

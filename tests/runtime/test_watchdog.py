@@ -10,15 +10,15 @@ import torch.distributed as dist
 
 from gpt4d.parallel.comm.stats import StartedCollective
 from gpt4d.runtime import hangs, watchdog
-from gpt4d.runtime.deadline_store import StoreLost
+from gpt4d.runtime.deadline_store import DeadlineStore, StoreLost
 from gpt4d.runtime.hangs import HangDetector, HangReport
 from gpt4d.runtime.watchdog import Watchdog
 
 
 class Clock:
-    """A clock that advances only while the watchdog waits for its next check."""
+    """A clock that advances only while the watchdog waits for its next check: the event that stops the watchdog."""
 
-    def __init__(self, pauses: list[float], beat):
+    def __init__(self, pauses: list[float] = (), beat=lambda now: None):
         self.now, self.pauses, self.beat = 1000.0, iter(pauses), beat
 
     def monotonic(self) -> float:
@@ -35,43 +35,56 @@ class Clock:
     def is_set(self) -> bool:
         return False
 
+    def set(self) -> None:
+        """Do nothing: the watchdog ends after the last pause."""
 
-def failures(monkeypatch, pauses: list[float], beats_until: float) -> list[str]:
-    """Return the failures that rank 0 of two reports.
 
-    Args:
-        monkeypatch: replaces the clock.
-        pauses: seconds before each of its checks.
-        beats_until: time in seconds until which rank 1 sends heartbeats.
+@pytest.fixture
+def watched(monkeypatch):
+    """Return a function that runs the watchdog of a rank of two until ``clock`` ends, and returns its failures."""
+
+    def watch(clock: Clock, rank: int = 0, store=None, detector=None) -> list[str]:
+        messages: list[str] = []
+        monkeypatch.setattr(watchdog, "time", clock)
+        events = types.SimpleNamespace(Event=lambda: clock, Thread=threading.Thread, Lock=threading.Lock)
+        monkeypatch.setattr(watchdog, "threading", events)
+        one = Watchdog(store or dist.HashStore(), rank, 2, "nid1", lambda failure: messages.append(str(failure)))
+        one.hang_detector = detector
+        one.start()
+        one.stop()
+        return messages
+
+    return watch
+
+
+@pytest.fixture
+def failures(watched):
+    """Return a function from the seconds before each check of rank 0 to the failures that it reports.
+
+    Rank 1 sends heartbeats in the first ``beats_until`` seconds.
     """
-    store, messages = dist.HashStore(), []
 
-    def beat(now: float) -> None:
-        if now < 1000 + beats_until:
-            store.add("alive/1", 1)
+    def watch(pauses: list[float], beats_until: float) -> list[str]:
+        store = dist.HashStore()
+        return watched(Clock(pauses, lambda now: now < 1000 + beats_until and store.add("alive/1", 1)), store=store)
 
-    one = Watchdog(store, 0, 2, "nid1", lambda failure: messages.append(str(failure)))
-    clock = Clock(pauses, beat)
-    one._stopped = clock
-    monkeypatch.setattr(watchdog, "time", clock)
-    one._watch()
-    return messages
+    return watch
 
 
-def test_a_silent_rank_is_named(monkeypatch):
-    (message,) = failures(monkeypatch, [1.0] * 60, beats_until=5)
+def test_a_silent_rank_is_named(failures):
+    (message,) = failures([1.0] * 60, beats_until=5)
     assert "rank 1" in message and "no sign of life" in message
 
 
 @pytest.mark.parametrize("suspended_s", [45.0, 4000.0])
-def test_a_suspended_job_continues(monkeypatch, suspended_s):
-    assert failures(monkeypatch, [*[1.0] * 5, suspended_s, *[1.0] * 10], beats_until=5 + suspended_s + 60) == []
-    # Even if the next rank resumes a little later.
-    assert failures(monkeypatch, [*[1.0] * 5, suspended_s, *[1.0] * 10], beats_until=5) == []
+def test_a_suspended_job_continues(failures, suspended_s):
+    pauses = [*[1.0] * 5, suspended_s, *[1.0] * 10]
+    assert failures(pauses, beats_until=5 + suspended_s + 60) == []
+    assert failures(pauses, beats_until=5) == [], "even if the next rank resumes a little later"
 
 
-def test_a_rank_that_does_not_resume_is_named(monkeypatch):
-    (message,) = failures(monkeypatch, [*[1.0] * 5, 4000.0, *[1.0] * 60], beats_until=5)
+def test_a_rank_that_does_not_resume_is_named(failures):
+    (message,) = failures([*[1.0] * 5, 4000.0, *[1.0] * 60], beats_until=5)
     assert "rank 1" in message
 
 
@@ -94,7 +107,7 @@ class GpuAxis:
 @pytest.fixture
 def detect(monkeypatch, tmp_path):
     """Return a function from axes to their detector after startup, and the clock that it uses."""
-    clock = Clock([], None)
+    clock = Clock()
     monkeypatch.setattr(hangs, "time", clock)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
 
@@ -142,7 +155,7 @@ def test_the_layer_of_a_hanging_collective_is_named(detect):
     assert detector.waiting()["layer"] == "mlp"
 
 
-def test_the_first_steps_have_five_minutes_more(detect, tmp_path):
+def test_the_first_steps_have_five_minutes_more(tmp_path):
     detector = HangDetector({}, 120.0, tmp_path)
     collective, activity = {"axis": "z"}, {"axis": "main"}
     assert detector.limit(collective) == (420.0, "parallel.timeout_s + 300 s for the first steps")
@@ -153,30 +166,26 @@ def test_the_first_steps_have_five_minutes_more(detect, tmp_path):
     assert detector.limit(collective) == detector.limit(activity) == (120.0, "parallel.timeout_s")
 
 
-def watchdog_of(rank: int, size: int, messages: list[str]) -> Watchdog:
-    return Watchdog(dist.HashStore(), rank, size, "nid1", lambda failure: messages.append(str(failure)))
-
-
-def test_an_error_of_the_gpu_is_not_taken_for_a_lost_rank(detect, monkeypatch):
-    messages: list[str] = []
-    one, axis = watchdog_of(1, 2, messages), GpuAxis("z")
-    one.hang_detector, clock = detect(axis)
-    clock.pauses, clock.beat = iter([1.0] * 3), lambda now: None
-    one._stopped = clock
+def test_an_error_of_the_gpu_is_not_taken_for_a_lost_rank(watched, detect):
+    axis = GpuAxis("z")
     axis.error = torch.AcceleratorError("an illegal memory access was encountered")
-    one._watch()
-    (message,) = messages
+    (message,) = watched(Clock([1.0] * 3), rank=1, detector=detect(axis)[0])
     assert message.startswith("rank 1 on") and "AcceleratorError: an illegal memory access" in message
 
 
-def test_a_rank_does_not_count_itself_as_silent():
-    one = watchdog_of(0, 2, [])
-    assert one._silent_ranks([0, 0]) == [1]
+def watchdog_of(rank: int, size: int, store=None) -> Watchdog:
+    return Watchdog(store or dist.HashStore(), rank, size, "nid1", lambda failure: None)
 
 
-def test_an_error_that_follows_from_a_hang_is_reported_as_the_hang(detect, tmp_path):
+def test_a_rank_does_not_count_itself_as_silent(monkeypatch):
+    monkeypatch.setattr(watchdog, "SILENT_AFTER_ERROR_S", 0.0)
+    failure = watchdog_of(0, 2).fail("PeerLost: reset", may_be_secondary=True)
+    assert failure.rank == 1 and failure.lost == [1]
+
+
+def test_an_error_that_follows_from_a_hang_is_reported_as_the_hang(detect):
     """Rank 0 has reported a hang; a collective of rank 1 fails while the ranks find out who is missing."""
-    one = watchdog_of(1, 3, [])
+    one = watchdog_of(1, 3)
     one.hang_detector, _ = detect()
     one.store.set("failure", json.dumps({"rank": 0, "host": "a", "cause": "slow", "waiting": waits("x", 1, 0, 2)}))
     one.store.set("hang", json.dumps(["hang: rank 0 on a waited 2 s for it: rank 2 on b does not answer", [2]]))
@@ -189,67 +198,51 @@ def test_an_error_that_follows_from_a_hang_is_reported_as_the_hang(detect, tmp_p
 )
 def test_whoever_holds_a_lost_store_is_named_and_an_own_error_is_not_lost(monkeypatch, launcher, named):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", launcher)
-    one = watchdog_of(1, 2, [])
-    one.store.deadline_s = 0.1
-    monkeypatch.setattr(one.store, "_store", types.SimpleNamespace(add=lambda *_: threading.Event().wait()))
+    one = watchdog_of(1, 2)
+    one.store = DeadlineStore(types.SimpleNamespace(add=lambda *_: threading.Event().wait()), 0.1)
     with pytest.raises(StoreLost):
         one.store.add("alive/1", 1)
     assert str(one.fail("PeerLost: reset", may_be_secondary=True)).startswith(f"{named} does not answer")
     assert str(one.fail("ValueError: no", may_be_secondary=False)).endswith("failed: ValueError: no")
 
 
-def missing_ranks(one: Watchdog, waiting: dict) -> list[str]:
-    return list(HangReport(one.store, one.rank, one._name, 0.01).missing_ranks(waiting, set()))
+def missing_ranks(records: list[dict], waiting: dict) -> list[str]:
+    """Return the ranks that rank 0 names, given the record of each rank."""
+    store = DeadlineStore(dist.HashStore(), 10.0)
+    for rank, record in enumerate(records):
+        store.set(f"record/{rank}", json.dumps(record))
+    return list(HangReport(store, 0, lambda rank: f"rank {rank}", 0.01).missing_ranks(waiting, set()))
 
 
 def waits(axis: str, number: int, *members: int) -> dict:
     return {"axis": axis, "name": f"all_reduce {axis}", "number": number, "members": members}
 
 
-def state(waiting: dict | None, where: str) -> dict:
-    """Return the part of a record that describes both threads; the thread that saves is idle."""
-    return {"waiting": dict.fromkeys(("main", "save"), waiting), "where": dict.fromkeys(("main", "save"), where)}
+def record(waiting: dict | None, **begun: int) -> dict:
+    """Return the record of a rank; the thread that saves is idle. A rank that waits for nothing loads data."""
+    where = "traffic.py" if waiting else "loader.py:52 (step)"
+    threads = ("main", "save")
+    return {"begun": begun, "waiting": dict.fromkeys(threads, waiting), "where": dict.fromkeys(threads, where)}
 
 
 def test_the_missing_rank_is_found_across_axes():
     """Rank 0 waits for 1, which waits for 3 on another axis. Rank 2 also waits for 3, which sleeps."""
-    one = watchdog_of(0, 4, [])
-    records = [
-        {"begun": {"x": 5, "z": 2}, **state(waits("x", 5, 0, 1), "traffic.py")},
-        {"begun": {"x": 5, "z": 3}, **state(waits("z", 3, 1, 3), "traffic.py")},
-        {"begun": {"x": 5, "z": 2}, **state(waits("x", 5, 2, 3), "traffic.py")},
-        {"begun": {"x": 4, "z": 2}, **state(None, "loader.py:52 (step)")},
+    first, other = waits("x", 5, 0, 1), waits("z", 3, 1, 3)
+    records = [record(first, x=5, z=2), record(other, x=5, z=3), record(waits("x", 5, 2, 3), x=5, z=2)]
+    sleeps = record(None, x=4, z=2)
+    assert missing_ranks([*records, sleeps], first) == [
+        "rank 3 has not started all_reduce z and is in loader.py:52 (step)"
     ]
-    for rank, record in enumerate(records):
-        one.store.set(f"record/{rank}", json.dumps(record))
-        one.store.set(f"host/{rank}", f"nid{rank}")
-    assert missing_ranks(one, waits("x", 5, 0, 1)) == [
-        "rank 3 on nid3 has not started all_reduce z and is in loader.py:52 (step)"
-    ]
-    records[3] = {"begun": {"x": 5, "z": 3}, **state(waits("z", 3, 1, 3), "traffic.py")}  # all have started everything
-    one.store.set("record/3", json.dumps(records[3]))
-    assert missing_ranks(one, waits("x", 5, 0, 1)) == []
+    assert missing_ranks([*records, record(other, x=5, z=3)], first) == [], "all have started everything"
 
 
 def test_a_rank_that_is_late_because_it_waits_is_named_only_if_no_other_is():
     """Rank 0 waits for 1, which has not started that because it waits for 2. Rank 2 sleeps."""
-    one = watchdog_of(0, 3, [])
-    records = [
-        {"begun": {"0 to 1": 5}, **state(waits("0 to 1", 5, 0, 1), "traffic.py")},
-        {"begun": {"0 to 1": 4, "1 to 2": 7}, **state(waits("1 to 2", 7, 1, 2), "traffic.py")},
-        {"begun": {"1 to 2": 6}, **state(None, "loader.py:52 (step)")},
+    first, other = waits("0 to 1", 5, 0, 1), waits("1 to 2", 7, 1, 2)
+    records = [record(first, **{"0 to 1": 5}), record(other, **{"0 to 1": 4, "1 to 2": 7})]
+    sleeps, waits_too = record(None, **{"1 to 2": 6}), record(other, **{"1 to 2": 7})
+    assert missing_ranks([*records, sleeps], first) == [
+        "rank 2 has not started all_reduce 1 to 2 and is in loader.py:52 (step)"
     ]
-
-    def missing() -> list[str]:
-        for rank, record in enumerate(records):
-            one.store.set(f"record/{rank}", json.dumps(record))
-        return [
-            phrase.replace(" on an unknown host", "") for phrase in missing_ranks(one, records[0]["waiting"]["main"])
-        ]
-
-    assert missing() == ["rank 2 has not started all_reduce 1 to 2 and is in loader.py:52 (step)"]
-    records[2] = {
-        "begun": {"1 to 2": 7},
-        **state(waits("1 to 2", 7, 1, 2), "traffic.py"),
-    }  # the ranks wait for each other
-    assert missing() == ["rank 1 has not started it and is in traffic.py"]
+    # The ranks wait for each other.
+    assert missing_ranks([*records, waits_too], first) == ["rank 1 has not started it and is in traffic.py"]

@@ -1,6 +1,7 @@
 """A toy model family and a toy task, registered from outside gpt4d. No torch here.
 
-The family has blocks unlike GPT-2's: no attention, no norms, no biases, a gated MLP, two alternating widths.
+The family has blocks unlike GPT-2's: no attention, no norms, no biases, a gated MLP, two alternating widths. With
+``skips``, tensors skip blocks: activations, integers and a mask.
 toy_kernels.py has its kernels, toy_torch.py the task.
 
 Shapes: B samples, S rows of a sample, T rows, F features, H hidden, O outputs.
@@ -14,7 +15,7 @@ from typing import Any
 
 from gpt4d.config import Config, ConfigError, Divisibility, ModelConfig, check_at_least
 from gpt4d.model import registry
-from gpt4d.model.description import STREAM, Description, EdgeTensor, units_of
+from gpt4d.model.description import STREAM, Description, EdgeTensor, Tensors, units_of
 from gpt4d.model.family import Family
 from gpt4d.model.parts import Part
 from gpt4d.parallel.engine.interleave import run_alone, run_blocks
@@ -23,11 +24,18 @@ from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec, LayersSpec
 from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.product import cast_to
 from gpt4d.parallel.layout import Layout
-from gpt4d.parallel.symbolic.kernels import Function, kernel
+from gpt4d.parallel.symbolic.kernels import Function, TorchFunction, kernel, planned_kernel
 from gpt4d.parallel.symbolic.tensor import wide_dtype
 from gpt4d.task import registry as tasks
 
 STD = 0.15  # of initial weights
+# With ``skips``: by name, the unit that produces each tensor, None for the first product, and the blocks that use it.
+USES: dict[str, tuple[int | None, tuple[int, ...]]] = {
+    "embedded": (None, (1, 3)),
+    "halves": (1, (3,)),
+    "classes": (None, (1, 3)),
+    "mask": (None, (2,)),
+}
 
 
 @dataclass
@@ -41,6 +49,7 @@ class ToyConfig(ModelConfig):
     wide: int = 32  # inner width of the first, third, … block
     narrow: int = 16  # inner width of the second, fourth, … block
     outputs: int = 4
+    skips: bool = False
 
     def inner(self, index: int) -> int:
         return self.narrow if index % 2 else self.wide
@@ -59,6 +68,44 @@ class GatedMLPSpec(LayerSpec):
 
     async def forward(self, layer: BoundLayer, x_TH: Any) -> Any:
         return x_TH + await layer.down(SwigluFunction.apply(await layer.up(x_TH)))
+
+
+@kernel
+def of_rows(x_TF):
+    """Return the integers and the mask, [T], of rows of data."""
+    return x_TF.like(x_TF.shape[:1], "int64"), x_TF.like(x_TF.shape[:1], "bool")
+
+
+@planned_kernel
+def elementwise(x, *others):
+    """Return a function of the elements of tensors."""
+    return x.like()
+
+
+class WeightedFunction(TorchFunction):
+    """Half a tensor, times an integer or a mask for each row."""
+
+    torch_name = "weighted"
+
+    @staticmethod
+    def forward(ctx, x, integers):
+        ctx.save_for_backward(integers)
+        return elementwise(elementwise(x), integers)
+
+    @staticmethod
+    def backward(ctx, d_out):
+        return elementwise(elementwise(d_out, *ctx.saved_tensors)), None
+
+
+def joined(block: int, x_TH: Any, tensors: Mapping[str, Any]) -> Any:
+    """Return the input of a block from the stream and the tensors that the block uses."""
+    if block in (1, 3):
+        x_TH = x_TH + WeightedFunction.apply(tensors["embedded"], tensors["classes"])
+    if block == 2:
+        x_TH = x_TH + WeightedFunction.apply(x_TH, tensors["mask"])
+    if block == 3:
+        x_TH = x_TH + WeightedFunction.apply(tensors["halves"], tensors["classes"])
+    return x_TH
 
 
 @dataclass(frozen=True)
@@ -86,13 +133,28 @@ class ToySpec(LayerSpec):
     def compute(
         self, model: BoundLayer, part: Part, received: Mapping[str, Any], x_BSF: Any, targets_BSO: Any
     ) -> dict[str, Any]:
-        """Return the residual stream [T, H] after a part as ``stream``, or the ``loss`` of the last part.
+        """Return the tensors that a part produces for later parts, or the ``loss`` of the last part.
 
-        The loss is the squared error, summed over this rank's rows and over all outputs.
+        ``stream`` is the residual stream [T, H]. The loss is the squared error, summed over this rank's rows and over
+        all outputs.
         """
-        x_TH = self.embedded(model, x_BSF.flatten(0, 1)) if part.begins else received[STREAM]
-        x_TH = run_blocks(model.weights, [getattr(model.blocks, str(index)) for index in part.blocks], x_TH)
-        return {"loss": self.loss(model, x_TH, targets_BSO)} if part.ends else {STREAM: x_TH}
+        tensors, skips = dict(received), self.config.skips
+        if part.begins:
+            rows_TF = x_BSF.flatten(0, 1)
+            tensors[STREAM] = tensors["embedded"] = self.embedded(model, rows_TF)
+            if skips:
+                tensors["classes"], tensors["mask"] = of_rows(rows_TF)
+        for index in part.blocks:
+            x_TH, block = tensors.pop(STREAM), getattr(model.blocks, str(index))
+            x_TH = run_blocks(model.weights, [block], joined(index, x_TH, tensors) if skips else x_TH)
+            tensors[STREAM] = x_TH
+            if skips and index == 1:
+                tensors["halves"] = WeightedFunction.apply(x_TH, tensors["classes"])
+        if part.ends:
+            return {"loss": self.loss(model, tensors[STREAM], targets_BSO)}
+        last = max(part.blocks, default=-1)
+        later = (name for name, (_, users) in USES.items() if skips and max(users) > last and name not in received)
+        return {name: tensors[name] for name in (STREAM, *later) if name in tensors}
 
     def planned_batch(self, tensor: Callable[..., Any], samples: int, length: int) -> tuple[Any, ...]:
         """Return the batch that ``compute`` takes, of tensors ``tensor(shape, dtype)``."""
@@ -159,11 +221,28 @@ class SquaredErrorFunction(Function):
         return cast_to(error_gradient(errors, d_loss), ctx.dtype), None, None
 
 
-def describe(config: ToyConfig, model: type[ToySpec] = ToySpec) -> Description:
-    """Return the description of a toy model whose spec is a ``model``."""
+def tensors_of(config: ToyConfig, block: int | None) -> Tensors:
+    """Return the names of the tensors that a block produces and uses besides the stream."""
+    uses = USES if config.skips else {}
+    produces = (name for name, (source, _) in uses.items() if source == block)
+    return Tensors(tuple(produces), tuple(name for name, (_, blocks) in uses.items() if block in blocks))
+
+
+def describe(config: ToyConfig) -> Description:
+    """Return the description of a toy model."""
+    blocks = [tensors_of(config, index) for index in range(config.blocks)]
+    kinds = [(config.inner(index), block) for index, block in enumerate(blocks)]
+    stream = EdgeTensor(
+        Layout(("data", "z"), ("y",)),
+        lambda samples, length: (samples * length, config.hidden),
+        sequence_parallel=Layout(("data", "z", "x"), ("y",)),  # a chunk may split a sample
+    )
+    activation = replace(stream, sequence_parallel=None)
+    integers = EdgeTensor(Layout(("data", "z")), lambda samples, length: (samples * length,), "integer")
+    skips = {"embedded": activation, "halves": activation, "classes": integers, "mask": replace(integers, kind="mask")}
     return Description(
-        model=model(config).of_parts,
-        parts=(units_of([config.inner(index) for index in range(config.blocks)]),),
+        model=ToySpec(config).of_parts,
+        parts=(units_of(kinds, tensors_of(config, None), blocks),),
         rules=(
             Divisibility("model.features", config.features, ("x", "z")),
             Divisibility("model.hidden", config.hidden, ("y", "z")),
@@ -171,13 +250,7 @@ def describe(config: ToyConfig, model: type[ToySpec] = ToySpec) -> Description:
             Divisibility("model.narrow", config.narrow, ("x", "z")),
             Divisibility("model.outputs", config.outputs, ("x",)),
         ),
-        tensors={
-            STREAM: EdgeTensor(
-                Layout(("data", "z"), ("y",)),
-                lambda samples, length: (samples * length, config.hidden),
-                sequence_parallel=Layout(("data", "z", "x"), ("y",)),  # a chunk may split a sample
-            )
-        },
+        tensors={STREAM: stream, **(skips if config.skips else {})},
     )
 
 
@@ -202,7 +275,7 @@ def _create_task(config: Config):
 FAMILY = Family(
     name="toy",
     config=ToyConfig,
-    structure=("blocks", "features", "hidden", "wide", "narrow", "outputs"),
+    structure=("blocks", "features", "hidden", "wide", "narrow", "outputs", "skips"),
     task="regression",
     unit="rows",
     check=_check_model,

@@ -15,3 +15,11 @@ def sum_of(squares):
 
 def error_gradient(errors, d_loss):
     return 2 * d_loss * errors
+
+
+def of_rows(x_TF):
+    return (x_TF[:, :2] > 0).sum(1), x_TF[:, 2] > 0
+
+
+def weighted(x_TH, integers_T):
+    return 0.5 * x_TH * integers_T.unsqueeze(1)

@@ -7,15 +7,13 @@ operation that uses all memory of the graph. tests.support.graph_replay compares
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from unittest.mock import patch
+from typing import TYPE_CHECKING
 
-import torch
+from tests.simulated_gpu.streams import Stream, covers
 
-from tests.simulated_gpu.job import Job
-from tests.simulated_gpu.memory import Block, Memory
-from tests.simulated_gpu.streams import Event, Stream, covers
+if TYPE_CHECKING:
+    from tests.simulated_gpu.job import Job
+    from tests.simulated_gpu.memory import Block
 
 
 class Graph:
@@ -79,10 +77,19 @@ class Graphs:
     def captures(self, stream: Stream) -> bool:
         return self.current is not None and stream in self.current.streams
 
+    def captured_by(self, stream: Stream) -> Graph | None:
+        """Return the graph that captures a stream now."""
+        return self.current if self.captures(stream) else None
+
     def launch(self, reads: list[Block], writes: list[Block]) -> None:
         self._launching = True
         self.job.memory.use("a graph", self.job.current_stream(), reads, writes)
         self._launching = False
+
+    def note_new(self, block: Block) -> None:
+        """Note memory that an operation on the current stream allocates."""
+        if self.captures(self.job.current_stream()):
+            self.pool[id(block)] = block
 
     def note_use(self, operation: str, stream: Stream, reads: list[Block], writes: list[Block]) -> None:
         """Note the memory that an operation uses."""
@@ -105,68 +112,10 @@ class Graphs:
         elif captured is not None:
             self.job.problems.report("graph", f"the {stream.name} waits for an event of a graph")
 
+    def note_wait_for_stream(self, stream: Stream, other: Stream) -> None:
+        if self.captures(stream) or self.captures(other):
+            self.note_wait(stream, self.captured_by(other))
+
     def check_host(self, action: str) -> None:
         if self.current is not None and threading.get_ident() == self.thread:
             self.job.problems.report("graph", f"the host {action} during a capture")
-
-
-@contextmanager
-def simulated_graphs(job: Job) -> Iterator[Graphs]:
-    """Simulate torch.cuda.CUDAGraph in a job."""
-    graphs, captured = Graphs(job), dict[int, Graph]()  # graphs of captured events, by id
-    events: list[Event] = []  # they keep their ids
-    use, add_new, record = Memory.use, Memory.add_new, Event.record
-    wait_event, wait_stream, host_waits, query = Stream.wait_event, Stream.wait_stream, Job.host_waits, Event.query
-
-    def use_and_note(memory, operation, stream, reads, writes):
-        graphs.note_use(operation, stream, reads, writes)
-        use(memory, operation, stream, reads, writes)
-
-    def add_to_pool(memory, tensor, operation):
-        block = add_new(memory, tensor, operation)
-        if block is not None and graphs.captures(job.current_stream()):
-            graphs.pool[id(block)] = block
-        return block
-
-    def record_and_note(event, stream=None):
-        record(event, stream)
-        captured.pop(id(event), None)
-        if graphs.captures(stream or job.current_stream()):
-            assert graphs.current is not None
-            captured[id(event)] = graphs.current
-            events.append(event)
-
-    def wait_for_event(stream, event):
-        if event.recorded:
-            graphs.note_wait(stream, captured.get(id(event)))
-        wait_event(stream, event)
-
-    def wait_for_stream(stream, other):
-        if graphs.captures(stream) or graphs.captures(other):
-            graphs.note_wait(stream, graphs.current if graphs.captures(other) else None)
-        wait_stream(stream, other)
-
-    def wait_on_host(job, reason, clock):
-        graphs.check_host("waits")
-        host_waits(job, reason, clock)
-
-    def query_event(event):
-        graphs.check_host("queries an event")
-        if id(event) in captured:
-            job.problems.report("graph", "the host queries an event of a graph")
-        return query(event)
-
-    replaced = [
-        (Memory, {"use": use_and_note, "add_new": add_to_pool}),
-        (Event, {"record": record_and_note, "query": query_event}),
-        (Stream, {"wait_event": wait_for_event, "wait_stream": wait_for_stream}),
-        (Job, {"host_waits": wait_on_host}),
-        (
-            torch.cuda,
-            {"CUDAGraph": lambda: Graph(graphs), "graph_pool_handle": object, "empty_cache": lambda: None},
-        ),
-    ]
-    with ExitStack() as stack:
-        for place, methods in replaced:
-            stack.enter_context(patch.multiple(place, **methods))
-        yield graphs

@@ -20,9 +20,10 @@ from gpt4d.parallel.comm import collectives
 from gpt4d.parallel.layers import attention_kernels
 from gpt4d.parallel.resharding import messages
 from gpt4d.runtime import preflight
-from gpt4d.runtime.job import _initialize
+from gpt4d.runtime.job import initialize
 from gpt4d.runtime.launch import Launch
 from gpt4d.runtime.watchdog import Watchdog
+from tests.simulated_gpu.graphs import Graph, Graphs
 from tests.simulated_gpu.memory import Memory
 from tests.simulated_gpu.operations import DEVICE, HostReads, Operations
 from tests.simulated_gpu.problems import Problems, call_site
@@ -44,7 +45,7 @@ class _DeviceModule(_DummyBackendModule):
 def set_up() -> None:
     """Register the device. This changes the process permanently."""
     _setup_privateuseone_for_python_backend(DEVICE, _DeviceModule())
-    for sizes in (messages.MIN_CHUNK_BYTES, collectives._PROBE_ELEMENTS, preflight._ELEMENTS):
+    for sizes in (messages.MIN_CHUNK_BYTES, collectives.PROBE_ELEMENTS, preflight.ELEMENTS):
         sizes[DEVICE] = 4096  # small, so that a small tensor is sent in several messages
 
 
@@ -55,6 +56,7 @@ class Job:
         problems: the problems found so far.
         streams: all streams, by number. The first one is the default stream.
         memory: the storages on the GPU.
+        graphs: the CUDA graphs.
         collectives: number of collectives by name.
         overlaps: number of collectives by name that the computation waits for after further operations.
         compute_dtype: the dtype of products; None for any.
@@ -68,7 +70,7 @@ class Job:
         self._threads = threading.local()
         self._main = ThreadState(Stream(self, "default stream"))
         self._threads.state = self._main
-        self.memory = Memory(self)
+        self.memory, self.graphs = Memory(self), Graphs(self)
 
     # --------------------------------------------------------------------------------------------- threads
 
@@ -95,6 +97,7 @@ class Job:
 
     def host_waits(self, reason: str, clock: Clock) -> None:
         """Note that the calling thread waits for the operations of ``clock``."""
+        self.graphs.check_host("waits")
         self.check_thread("waits for the GPU")
         self.problems.report_wait(reason)
         merge(self.thread.clock, clock)
@@ -157,6 +160,9 @@ def simulated_job(
         "stream": job.stream,
         "set_device": job.set_device,
         "current_device": job.current_device,
+        "CUDAGraph": lambda: Graph(job.graphs),
+        "graph_pool_handle": object,
+        "empty_cache": lambda: None,
         "cudart": lambda: job.memory,
         "check_error": lambda code: None,
     }
@@ -167,9 +173,9 @@ def simulated_job(
         stack.enter_context(patch.multiple(torch.cuda, **replaced))
         stack.enter_context(observed_threads(job))
         stack.enter_context(patch.object(dist, "new_group", new_simulated_group))
-        stack.enter_context(patch.object(attention_kernels, "_has_variable_length_attention", lambda device: True))
+        stack.enter_context(patch.object(attention_kernels, "has_variable_length_attention", lambda device: True))
         stack.callback(lambda: dist.destroy_process_group() if dist.is_initialized() else None)  # after an error
         launch, backend = Launch(rank, world_size), f"cpu:simulated,{DEVICE}:simulated"
-        stack.enter_context(_initialize(launch, dist.HashStore(), GPU, backend, 120.0, watchdog))
+        stack.enter_context(initialize(launch, dist.HashStore(), GPU, backend, 120.0, watchdog))
         stack.enter_context(job.observed())
         yield job

@@ -87,6 +87,7 @@ class Memory:
         self.nbytes += block.nbytes
         self.peak = max(self.peak, self.nbytes)
         weakref.finalize(storage, self._free, block).atexit = False
+        self.job.graphs.note_new(block)
         return block
 
     def blocks(self, tensors: Iterable[torch.Tensor], operation: str) -> list[Block]:
@@ -165,6 +166,7 @@ class Memory:
 
     def use(self, operation: str, stream: Stream, reads: list[Block], writes: list[Block]) -> None:
         """Queue an operation; report a problem if it may start before earlier operations on its memory have ended."""
+        self.job.graphs.note_use(operation, stream, reads, writes)
         use = Use(stream, stream.start_operation(), operation, call_site())
         for blocks, writing in ((reads, False), (writes, True)):
             for block in blocks:

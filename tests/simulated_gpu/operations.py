@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from tests.simulated_gpu import rules
+from benchmarks.laboratory.virtual_operations import tensors_in
 
 if TYPE_CHECKING:
     from tests.simulated_gpu.job import Job
@@ -24,6 +20,7 @@ DEVICE = "simulated_gpu"
 _aten = torch.ops.aten
 _FAKE = FakeTensorMode(allow_non_fake_inputs=True)  # one for the process: caches keep tensors for later jobs
 _ALLOCATIONS = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided)
+_PRODUCTS = (_aten.mm, _aten.addmm, _aten.convolution, _aten.convolution_backward, _aten.native_layer_norm)
 _HOST_READS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
 
 
@@ -66,7 +63,7 @@ class Operations(TorchDispatchMode):
             return self._item(args[0])
         if func in (_aten.copy_.default, _aten._to_copy.default):
             return self._copy(func, args, kwargs)
-        rules.check(self.job, func, args, tensors)
+        _check(self.job, func, args, tensors)
         if target is not None and not creates:  # such as empty_like(…, device="cpu")
             return self._on_host(func, (_values(args[0]), *args[1:]), kwargs)
         return self._on_gpu(func, args, kwargs)
@@ -89,9 +86,8 @@ class Operations(TorchDispatchMode):
 
     def _on_gpu(self, func, args: tuple, kwargs: dict) -> Any:
         try:
-            with _FAKE:
-                result = func(*args, **kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException):
+            result = _result(func, args, kwargs)
+        except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException):
             self.job.problems.report("host", f"the host waits for the GPU: the size of {func} depends on values")
             raise
         read, written = _operands(func, args, kwargs)
@@ -133,13 +129,94 @@ class Operations(TorchDispatchMode):
         return result
 
 
+def _check(job: Job, func, args: tuple, tensors: list[torch.Tensor]) -> None:
+    """Report an operation that a tensor without values accepts, but that a GPU rejects or computes slowly."""
+    operation, report = func.overloadpacket, job.problems.report
+    if any(not isinstance(tensor, FakeTensor) and tensor.dim() for tensor in tensors):
+        report("device", f"{func} has an operand in host memory")
+    if operation in _PRODUCTS:
+        if func is _aten.addmm.dtype_out:  # a sum, the two matrices, and the sum again
+            added_to, *tensors, out = tensors
+            if added_to is not out or out.dtype != args[3]:
+                report("dtype", f"{func} adds to a matrix of {added_to.dtype}")
+        dtypes = {tensor.dtype for tensor in tensors}
+        if len(dtypes) > 1:
+            report("dtype", f"{func} has operands of {dtypes}")
+        elif job.compute_dtype not in (None, *dtypes):
+            report("dtype", f"{func} has operands of {dtypes}, and the compute dtype is {job.compute_dtype}")
+    if operation in (_aten.index, _aten.index_put_) and any(
+        index is not None and index.dtype not in (torch.int64, torch.int32) for index in args[1]
+    ):
+        report("mask", f"{func} has a mask, whose size the host waits for; use masked_fill_ or where")
+
+
 def _values(value: Any) -> Any:
     """Return a tensor of zeros on the host in the place of a tensor on the GPU."""
     return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, FakeTensor) else value
 
 
 def _tensors(values: object) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    return list(tensors_in(values))
+
+
+_known: dict[tuple, _Known | None] = {}  # results by operation and kinds of operands; None: to compute each time
+
+
+class _Known(NamedTuple):
+    """The result of an operation: for each tensor its place among the operands, or the properties of a new tensor."""
+
+    container: Callable[[Iterable], Any]
+    tensors: list[int | tuple | None]
+
+
+def _result(func, args: tuple, kwargs: dict) -> Any:
+    """Return the result of an operation. torch computes its shapes once for operands of one kind, which takes long."""
+    key = None if func.is_view else (func, _kind(args), _kind(kwargs))
+    if known := key and _known.get(key):
+        operands = _tensors((args, kwargs))
+        return known.container(
+            operands[tensor] if isinstance(tensor, int) else tensor and _new(*tensor) for tensor in known.tensors
+        )
+    with _FAKE:
+        result = func(*args, **kwargs)
+    if key is not None and key not in _known:
+        _known[key] = _described(result, _tensors((args, kwargs))) if key[1] == _kind(args) else None
+    return result
+
+
+def _kind(value: Any) -> Any:
+    """Return the properties of an operand on which the shapes of results depend."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, isinstance(value, FakeTensor)
+    if isinstance(value, list | tuple):
+        return tuple(map(_kind, value))
+    if isinstance(value, dict):
+        return tuple((name, _kind(item)) for name, item in value.items())
+    return type(value), value
+
+
+def _new(device: torch.device, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> FakeTensor:
+    return FakeTensor(_FAKE, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
+
+
+def _described(result: Any, operands: list[torch.Tensor]) -> _Known | None:
+    """Return the description of a result; None if its tensors share memory with others."""
+    storages = {id(tensor.untyped_storage()) for tensor in operands}
+    tensors = list[int | tuple | None]()
+    for tensor in result if isinstance(result, list | tuple) else [result]:
+        places = [place for place, operand in enumerate(operands) if operand is tensor]
+        if places or tensor is None:
+            tensors.append(places[0] if places else None)
+            continue
+        if not isinstance(tensor, FakeTensor):
+            return None
+        properties = tensor.device, tensor.shape, tensor.stride(), tensor.dtype
+        storage, expected = tensor.untyped_storage(), _new(*properties).untyped_storage()
+        if id(storage) in storages or storage.nbytes() != expected.nbytes():
+            return None
+        storages.add(id(storage))
+        tensors.append(properties)
+    return _Known(type(result) if isinstance(result, list | tuple) else next, tensors)
 
 
 def _operands(func, args: tuple, kwargs: dict) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from tests.simulated_gpu import rules
 from tests.simulated_gpu.streams import Event, Stream
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ class SimulatedGroup(dist.ProcessGroup):
         if tensors[0].is_cpu:
             return _Finished()
         job.check_thread(f"starts {name}")
-        rules.check_collective(job, name, tensors[0], tensors[-1], ratio)
+        _check(job, name, tensors[0], tensors[-1], ratio)
         job.collectives[name] += 1
         if self._stream is None:
             self._stream = Stream(job, self._name)
@@ -120,3 +119,17 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def barrier(self, options=None):
         return _Finished()
+
+
+def _check(job: Job, name: str, sent: torch.Tensor, received: torch.Tensor, ratio: float | None) -> None:
+    """Report a collective that NCCL rejects.
+
+    ``ratio``: number of elements received for each that is sent; None if it may be any number.
+    """
+    report = job.problems.report
+    if not (sent.is_contiguous() and received.is_contiguous()):
+        report("collective", f"{name} has a tensor that is not contiguous")
+    if sent.dtype != received.dtype:
+        report("collective", f"{name} has tensors of {sent.dtype} and {received.dtype}")
+    if ratio is not None and received.numel() != sent.numel() * ratio:
+        report("collective", f"{name} has tensors of {list(sent.shape)} and {list(received.shape)}")

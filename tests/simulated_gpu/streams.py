@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from tests.simulated_gpu.graphs import Graph
     from tests.simulated_gpu.job import Job
 
 Clock = dict[int, int]  # number of operations that are complete, by stream
@@ -56,10 +57,13 @@ class Stream(torch.Stream):
         return self.length
 
     def wait_event(self, event: Event) -> None:
+        if event.recorded:
+            self.job.graphs.note_wait(self, event.graph)
         self.job.check_thread("makes a stream wait")
         merge(self.clock, event.clock)
 
     def wait_stream(self, stream: Stream) -> None:
+        self.job.graphs.note_wait_for_stream(self, stream)
         self.job.check_thread("makes a stream wait")
         merge(self.clock, stream.clock)
 
@@ -77,22 +81,26 @@ class Stream(torch.Stream):
 
 
 class Event:
-    """A point in a stream, in place of torch.cuda.Event. Times have no meaning."""
+    """A point in a stream, in place of torch.cuda.Event. Times have no meaning. ``graph``: its capture, if any."""
 
     def __init__(self, job: Job, enable_timing: bool = False):
         self.job, self.timed, self.recorded = job, enable_timing, False
         self.clock: Clock = {}
+        self.graph: Graph | None = None
 
     def record(self, stream: Stream | None = None) -> None:
         self.job.check_thread("records an event")
         stream = stream or self.job.current_stream()
         merge(stream.clock, self.job.thread.clock)
-        self.clock, self.recorded = dict(stream.clock), True
+        self.clock, self.recorded, self.graph = dict(stream.clock), True, self.job.graphs.captured_by(stream)
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or self.job.current_stream()).wait_event(self)
 
     def query(self) -> bool:
+        self.job.graphs.check_host("queries an event")
+        if self.graph:
+            self.job.problems.report("graph", "the host queries an event of a graph")
         self.job.check_thread("queries an event")
         return covers(self.job.thread.clock, self.clock)
 

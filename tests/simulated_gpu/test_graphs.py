@@ -1,9 +1,6 @@
 """Training steps with CUDA graphs on a simulated GPU, and the mistakes that the simulation reports."""
 
 from collections.abc import Callable
-from contextlib import contextmanager
-from functools import partial
-from typing import NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -12,11 +9,10 @@ import torch.distributed as dist
 
 from gpt4d.parallel.engine.prefetch import WeightSchedule
 from gpt4d.parallel.engine.reduction import GradientSums
-from gpt4d.step import TrainStep
 from tests.simulated_gpu import training
 from tests.simulated_gpu.cases import FACTORS, Row, case, rows
-from tests.simulated_gpu.graphs import simulated_graphs
-from tests.simulated_gpu.job import GPU, Job, simulated_job
+from tests.simulated_gpu.job import GPU, simulated_job
+from tests.simulated_gpu.programs import Programs, ones
 from tests.support.grids import full
 
 STEPS = 5  # two without graphs, a recording, a replay, and a recording after an evaluation
@@ -24,30 +20,9 @@ SAMPLED = [("y and data", "last"), ("1f1b", "last"), ("eager w", "last"), ("inte
 ROWS = [row for row in rows() if row["documents"] == "joined"]
 
 
-class Outcome(NamedTuple):
-    """The problems of a job's rank, the number of its launched graphs, and its maximum memory in bytes."""
-
-    problems: list[str]
-    launched: int
-    peak: int
-
-
-def train(row: Row, rank: int, cuda_graphs: bool = True) -> Outcome:
+def train(row: Row, rank: int, cuda_graphs: bool = True) -> training.Outcome:
     """Train some steps as a rank of a job."""
-    outcomes = []
-
-    @contextmanager
-    def job_with_graphs(*arguments):
-        with simulated_job(*arguments) as job, simulated_graphs(job) as graphs:
-            yield job
-            outcomes.append(Outcome(list(job.problems), graphs.launches, job.memory.peak))
-
-    with (
-        patch.object(training, "simulated_job", job_with_graphs),
-        patch.object(training, "TrainStep", partial(TrainStep, cuda_graphs=cuda_graphs)),
-    ):
-        training.train(case(row).config, case(row).world_size, rank, STEPS)
-    return outcomes[0]
+    return training.train(case(row).config, case(row).world_size, rank, STEPS, cuda_graphs)
 
 
 def _cases() -> list:
@@ -86,23 +61,25 @@ def without_waits_at_the_end_of_a_graph(row: Row, rank: int) -> list[str]:
 
 
 def test_a_prefetched_weight_in_flight_at_the_end_of_a_graph_is_reported(simulate):
-    row = next(row for row in ROWS if row["plan"] == "gpipe" and row["overlap"] == "overlap")
+    chosen = {"plan": "1f1b", "family": "llama", "overlap": "overlap"}.items()
+    row = next(row for row in ROWS if chosen <= row.items())
     problems = simulate(without_waits_at_the_end_of_a_graph, row, 0)
     assert any("the capture ends before the stream of the communicator" in problem for problem in problems)
 
 
 # ------------------------------------------------------------------------------------- mistakes in small programs
 
-MISTAKES: dict[Callable[[Job, "Program"], None], str] = {}  # with a part of the message
+PROGRAMS = Programs()
+reports = PROGRAMS.reports
 
 
-class Program:
-    """A program that captures a function and launches the graph twice."""
+class Capture:
+    """Captures a function and launches the graph twice."""
 
     def __init__(self):
         self.stream, self.pool = torch.cuda.Stream(GPU), torch.cuda.graph_pool_handle()
 
-    def capture(self, function: Callable[[], object], mode: str = "thread_local") -> torch.cuda.CUDAGraph:
+    def __call__(self, function: Callable[[], object], mode: str = "thread_local") -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
@@ -115,102 +92,83 @@ class Program:
         return graph
 
 
-def mistake(message: str):
-    def add(function):
-        MISTAKES[function] = message
-        return function
+class Captures:
+    @reports("the host waits during a capture")
+    def value_that_the_host_reads(capture):
+        x = ones()
+        capture(lambda: x.sum().item())
 
-    return add
+    @reports("the host waits during a capture")
+    def copy_from_the_host(capture):
+        capture(lambda: torch.tensor([1, 2], device=GPU) + 1)
 
+    @reports("the host queries an event during a capture")
+    def query_during_a_capture(capture):
+        x, event = ones(), torch.cuda.current_stream().record_event()
+        capture(lambda: (x.add_(1), event.query()))
 
-def ones() -> torch.Tensor:
-    return torch.ones(8, device=GPU)
+    @reports("the host queries an event of a graph")
+    def query_of_a_captured_event(capture):
+        x, event = ones(), torch.cuda.Event()
+        capture(lambda: (x.add_(1), event.record()))
+        event.query()
 
+    @reports("waits for work outside the graph")
+    def wait_for_a_collective_outside(capture):
+        x = ones()
+        work = dist.all_reduce(x, async_op=True)
+        capture(lambda: (work.wait(), x.add_(1)))
 
-@mistake("the host waits during a capture")
-def value_that_the_host_reads(job, program):
-    x = ones()
-    program.capture(lambda: x.sum().item())
+    @reports("the capture ends before the stream of the communicator")
+    def collective_that_is_not_waited_for(capture):
+        x, works = ones(), []
+        capture(lambda: works.append(dist.all_reduce(x, async_op=True)))
 
+    @reports("waits for an event of a graph")
+    def collective_that_is_waited_for_outside(capture):
+        x, works = ones(), []
+        capture(lambda: works.append(dist.all_reduce(x, async_op=True)))
+        works[0].wait()
 
-@mistake("the host waits during a capture")
-def copy_from_the_host(job, program):
-    program.capture(lambda: torch.tensor([1, 2], device=GPU) + 1)
+    @reports("a graph uses memory of aten.ones")
+    def input_that_is_replaced(capture):
+        x = ones()
+        graph = capture(lambda: x.add_(1))
+        x = ones()  # the lambda refers to the variable
+        graph.replay()
 
+    @reports("uses memory of a graph")
+    def message_from_the_memory_of_a_graph(capture):
+        x, y = ones(), []
+        capture(lambda: y.append(x + 1))
+        dist.all_reduce(y[0])
 
-@mistake("the host queries an event during a capture")
-def query_during_a_capture(job, program):
-    x, event = ones(), torch.cuda.current_stream().record_event()
-    program.capture(lambda: (x.add_(1), event.query()))
+    @reports("a capture forbids other threads")
+    def capture_that_stops_other_threads(capture):
+        x = ones()
+        capture(lambda: x.add_(1), mode="global")
 
-
-@mistake("the host queries an event of a graph")
-def query_of_a_captured_event(job, program):
-    x, event = ones(), torch.cuda.Event()
-    program.capture(lambda: (x.add_(1), event.record()))
-    event.query()
-
-
-@mistake("waits for work outside the graph")
-def wait_for_a_collective_outside(job, program):
-    x = ones()
-    work = dist.all_reduce(x, async_op=True)
-    program.capture(lambda: (work.wait(), x.add_(1)))
-
-
-@mistake("the capture ends before the stream of the communicator")
-def collective_that_is_not_waited_for(job, program):
-    x, works = ones(), []
-    program.capture(lambda: works.append(dist.all_reduce(x, async_op=True)))
-
-
-@mistake("waits for an event of a graph")
-def collective_that_is_waited_for_outside(job, program):
-    x, works = ones(), []
-    program.capture(lambda: works.append(dist.all_reduce(x, async_op=True)))
-    works[0].wait()
-
-
-@mistake("a graph uses memory of aten.ones")
-def input_that_is_replaced(job, program):
-    x = ones()
-    graph = program.capture(lambda: x.add_(1))
-    x = ones()  # the lambda refers to the variable
-    graph.replay()
-
-
-@mistake("uses memory of a graph")
-def message_from_the_memory_of_a_graph(job, program):
-    x, y = ones(), []
-    program.capture(lambda: y.append(x + 1))
-    dist.all_reduce(y[0])
+    @PROGRAMS.correct
+    def graph_whose_result_is_copied_and_sent(capture):
+        x, y = ones(), []
+        graph = capture(lambda: (dist.all_reduce(x), y.append(x + 1)))
+        sent = y[0].clone()
+        work = dist.all_reduce(sent, async_op=True)
+        graph.replay()
+        work.wait()
 
 
-@mistake("a capture forbids other threads")
-def capture_that_stops_other_threads(job, program):
-    x = ones()
-    program.capture(lambda: x.add_(1), mode="global")
-
-
-def correct(job, program):
-    x, y = ones(), []
-    graph = program.capture(lambda: (dist.all_reduce(x), y.append(x + 1)))
-    sent = y[0].clone()
-    work = dist.all_reduce(sent, async_op=True)
-    graph.replay()
-    work.wait()
-
-
-def problems_of(function: Callable[[Job, Program], None]) -> list[str]:
-    with simulated_job(2, 1) as job, simulated_graphs(job):
-        function(job, Program())
+def problems_of(name: str) -> list[str]:
+    with simulated_job(2, 1) as job:
+        PROGRAMS[name][1](Capture())
     return list(job.problems)
 
 
-@pytest.mark.parametrize("function", MISTAKES, ids=lambda function: function.__name__)
-def test_a_mistake_with_a_graph_is_reported(simulate, function):
-    assert any(MISTAKES[function] in problem for problem in simulate(problems_of, function))
+@pytest.mark.parametrize("name", PROGRAMS.with_mistake())
+def test_a_mistake_with_a_graph_is_reported(simulate, name):
+    assert any(PROGRAMS[name][0] in problem for problem in simulate(problems_of, name))
 
 
-def test_correct_captures_are_accepted(simulate):
-    assert simulate(problems_of, correct) == []
+@pytest.mark.parametrize("name", PROGRAMS.without_mistake())
+def test_correct_captures_are_accepted(simulate, name):
+    assert simulate(problems_of, name) == []

@@ -8,6 +8,7 @@ import pytest
 from tests.simulated_gpu import waits
 from tests.simulated_gpu.cases import FACTORS, Row, all_pairs, case, pairs_of, rows
 from tests.simulated_gpu.training import train
+from tests.support.grids import full
 from tests.support.settings import configured
 
 ROWS = rows()
@@ -22,69 +23,44 @@ def _on_ranks(row: Row, number: int) -> list:
     """
     ranks, name = sorted({0, case(row).world_size - 1}), ", ".join(row[factor] for factor in FACTORS)
     chosen = () if row not in SAMPLE else ranks if row["plan"] == "eager" else (ranks[number % len(ranks)],)
-    return [
-        pytest.param(row, rank, id=f"{name}, rank {rank}", marks=[pytest.mark.full] * (rank not in chosen))
-        for rank in ranks
-    ]
+    return [(pytest.param if rank in chosen else full)(row, rank, id=f"{name}, rank {rank}") for rank in ranks]
 
 
 @pytest.mark.parametrize(("row", "rank"), [case for number, row in enumerate(ROWS) for case in _on_ranks(row, number)])
 def test_a_step_on_a_gpu_has_no_race_and_the_host_does_not_wait(simulate, row, rank):
-    problems, overlaps = simulate(train, case(row).config, case(row).world_size, rank)
+    problems, overlaps, *_ = simulate(train, case(row).config, case(row).world_size, rank)
     assert not problems, "\n".join(problems)
     assert not {"send", "receive"} & overlaps.keys(), "messages of stages wait for each other on the default stream"
     if row["overlap"] == "overlap" and row["plan"] == "4d":
         assert min(overlaps[name] for name in ("all_reduce", "all_gather", "reduce_scatter")) > 0
 
 
-def test_a_step_in_float8_on_a_gpu_has_no_race_and_the_host_does_not_wait(simulate):
-    config = configured([
-        "model=gpt_tiny", "model.layers=2", "model.hidden=64", "model.heads=4", "model.vocab_size=300",
-        "model.max_positions=16", "train.seq_len=16", "train.batch_size=16", "train.micro_batch_size=2",
-        "train.precision=fp8", "parallel.gx=2", "parallel.gz=2", "parallel.chunks=2", "optim.shard_states=true",
-    ])  # fmt: skip
-    problems, _ = simulate(train, config, 8, 0)
+# By name: the number of ranks, this rank, a collective that must overlap with the computation, and settings.
+_GPT = "model=gpt_tiny train.precision=bf16 parallel.gz=2 parallel.chunks=2 "
+_SHARED = _GPT + "parallel.context=4 optim.algorithm=adamw "
+_RECOMPUTED = "train.activation_checkpointing=full"
+_EXPERTS = "model=moe_tiny model.inner=64 train.precision=bf16 optim.algorithm=adamw optim.lr=1e-3 parallel.gz=2 "
+SPECIAL = {
+    "float8": (8, 0, "", _GPT + "train.precision=fp8 train.micro_batch_size=2 parallel.gx=2 optim.shard_states=true"),
+    "ring": (4, 1, "all_to_all", f"{_SHARED} {_RECOMPUTED} parallel.context_exchange=ring"),
+    "documents": (4, 1, "all_gather", _SHARED + "data.reset_attention=true"),
+    "recomputed": (4, 1, "all_gather", _SHARED + _RECOMPUTED),
+    "experts": (4, 1, "all_to_all", _EXPERTS + "parallel.gx=2 parallel.chunks=2 model.shared_inner=64"),
+    "experts over data": (4, 1, "all_to_all", _EXPERTS + "parallel.expert_data=true"),
+}
+REPEATED = "recomputed", "experts over data"
+
+
+@pytest.mark.parametrize("name", [full(name) if name in REPEATED else name for name in SPECIAL])
+def test_a_step_of_special_layers_has_no_race_and_keys_and_rows_arrive_meanwhile(simulate, name):
+    world_size, rank, collective, settings = SPECIAL[name]
+    sizes = "model.layers=2 model.hidden=64 model.vocab_size=300 model.max_positions=16 train.seq_len=16"
+    config = configured([*settings.split(), *sizes.split(), "model.heads=4", "train.batch_size=16"])
+    problems, overlaps, *_ = simulate(train, config, world_size, rank)
+    # The host waits only for the loads of experts. Routers multiply in float32.
+    problems = [problem for problem in problems if "routing_kernels.py" not in problem]
     assert not problems, "\n".join(problems)
-
-
-@pytest.mark.parametrize(
-    ("words", "collective"),
-    [
-        (("parallel.context_exchange=ring", "train.activation_checkpointing=full"), "all_to_all"),
-        (("data.reset_attention=true",), "all_gather"),
-        pytest.param(("train.activation_checkpointing=full",), "all_gather", marks=pytest.mark.full),
-    ],
-    ids=["ring", "documents", "recomputed"],
-)
-def test_a_step_of_shared_sequences_has_no_race_and_keys_arrive_during_attention(simulate, words, collective):
-    config = configured([
-        "model=gpt_tiny", "model.layers=2", "model.hidden=64", "model.heads=4", "model.vocab_size=300",
-        "model.max_positions=16", "train.seq_len=16", "train.batch_size=16", "train.precision=bf16",
-        "parallel.gz=2", "parallel.context=4", "parallel.chunks=2", "optim.algorithm=adamw", *words,
-    ])  # fmt: skip
-    problems, overlaps = simulate(train, config, 4, 1)
-    assert not problems, "\n".join(problems)
-    assert overlaps[collective] > 0
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("parallel.gz=2", "parallel.gx=2", "parallel.chunks=2", "model.shared_inner=64"),
-        pytest.param(("parallel.gz=2", "parallel.expert_data=true"), marks=pytest.mark.full),
-    ],
-    ids=str,
-)
-def test_a_step_of_experts_has_no_race_and_the_host_waits_for_their_loads_alone(simulate, words):
-    config = configured([
-        "model=moe_tiny", "model.layers=2", "model.hidden=64", "model.inner=64", "model.vocab_size=300",
-        "model.max_positions=16", "train.seq_len=16", "train.batch_size=16", "train.precision=bf16",
-        "optim.algorithm=adamw", "optim.lr=1e-3", *words,
-    ])  # fmt: skip
-    problems, overlaps = simulate(train, config, 4, 1)
-    problems = [problem for problem in problems if "routing_kernels.py" not in problem]  # routers multiply in float32
-    assert not problems, "\n".join(problems)
-    assert overlaps["all_to_all"] > 0
+    assert not collective or overlaps[collective] > 0
 
 
 def test_the_sampled_steps_have_every_option_and_all_steps_each_pair_of_options():

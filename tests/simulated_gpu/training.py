@@ -87,13 +87,22 @@ class _Saver(saving.Saver):
 
 
 class Outcome(NamedTuple):
-    """The problems of a job, and as ``Job.overlaps`` its collectives that overlap with the computation."""
+    """The results of a job's rank.
+
+    Attributes:
+        problems: the problems.
+        overlaps: the collectives that overlap with the computation, as ``Job.overlaps``.
+        launched: number of launched graphs.
+        peak: maximum memory in bytes.
+    """
 
     problems: list[str]
     overlaps: dict[str, int]
+    launched: int
+    peak: int
 
 
-def train(config: Config, world_size: int, rank: int, steps: int = STEPS) -> Outcome:
+def train(config: Config, world_size: int, rank: int, steps: int = STEPS, cuda_graphs: bool = False) -> Outcome:
     """Train some steps as a rank of a job, evaluate, save, and draw a sample."""
     plan = validate(config, world_size)
     with simulated_job(world_size, rank, waits.STEP, waits.FIRST) as job, TemporaryDirectory() as directory:
@@ -104,14 +113,14 @@ def train(config: Config, world_size: int, rank: int, steps: int = STEPS) -> Out
         task.connect(stage, plan.micro_batch_size(plan.stage_of(rank)))
         with (
             patch.object(saving, "run_on_rank0", lambda work, name: work()),
-            patch.object(experts, "_rows_of_ranks", _equal_rows(experts._rows_of_ranks)),
+            patch.object(experts, "rows_per_rank", _equal_rows(experts.rows_per_rank)),
         ):
-            _train(job, plan, stage, task, Path(directory), steps)
+            _train(job, plan, stage, task, Path(directory), steps, cuda_graphs)
         stage.wait_for_copies()
         if stage.exchange:
             stage.exchange.close()
         task.close()
-    return Outcome(list(job.problems), dict(job.overlaps))
+    return Outcome(list(job.problems), dict(job.overlaps), job.graphs.launches, job.memory.peak)
 
 
 def _equal_rows(read: Callable) -> Callable:
@@ -119,7 +128,7 @@ def _equal_rows(read: Callable) -> Callable:
 
     def rows(sent, received, ranks: int):
         read(sent, received, ranks)
-        shares = experts._shares(len(sent.order), ranks)
+        shares = experts.equal_shares(len(sent.order), ranks)
         return shares, shares
 
     return rows
@@ -137,11 +146,15 @@ def _stage(plan: ParallelPlan, rank: int) -> Stage:
     return stage
 
 
-def _train(job: Job, plan: ParallelPlan, stage: Stage, task: ReadingTask, directory: Path, steps: int) -> None:
+def _train(
+    job: Job, plan: ParallelPlan, stage: Stage, task: ReadingTask, directory: Path, steps: int, cuda_graphs: bool
+) -> None:
     config = plan.config
     saver = _Saver(config.checkpoint, directory, stage.grid)
     overlap = config.parallel.overlap.data
-    train_step = TrainStep(stage, task.compute, config.optim, overlap, before_update=saver.before_change)
+    train_step = TrainStep(
+        *(stage, task.compute, config.optim, overlap), before_update=saver.before_change, cuda_graphs=cuda_graphs
+    )
     units, unread = config.train.batch_size * task.units_per_sample, []
     for step in range(1, steps + 1):
         job.problems.steady = step > 1

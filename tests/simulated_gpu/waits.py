@@ -4,7 +4,7 @@
 STEP = {
     ("gpt4d/monitor.py", "PendingMetrics.read"),  # the metrics of the previous step
     ("gpt4d/monitor.py", "all_finite"),
-    ("gpt4d/parallel/layers/experts.py", "_rows_of_ranks"),
+    ("gpt4d/parallel/layers/experts.py", "rows_per_rank"),
     ("gpt4d/checkpoint/writer.py", "SavePlanner.create_local_plan"),  # the thread that writes the checkpoint
 }
 # Before the first step, and in the first call of functions with a cache.
@@ -13,8 +13,8 @@ FIRST = {
     ("gpt4d/parallel/comm/stats.py", "seconds_between"),  # the first collective of a link
     ("gpt4d/parallel/layers/group_norm_kernels.py", "_index"),
     ("gpt4d/parallel/layers/heads_kernels.py", "_constant"),
-    ("gpt4d/parallel/random.py", "_intervals"),
-    ("gpt4d/runtime/preflight.py", "_compute"),
+    ("gpt4d/parallel/random.py", "intervals"),
+    ("gpt4d/runtime/preflight.py", "compute"),
     ("gpt4d/task/diffusion_process.py", "DiffusionProcess.__init__.<locals>.<genexpr>"),
 }
 # Between steps: validation losses, communication times of a logged step, samples, and checkpoints that are loaded.
@@ -25,6 +25,6 @@ BETWEEN_STEPS = {
     ("gpt4d/task/generation.py", "continued"),
     ("gpt4d/task/diffusion_process.py", "DiffusionProcess.__init__.<locals>.<genexpr>"),
     ("gpt4d/task/image_generation.py", "generated_images"),
-    ("gpt4d/trainer.py", "Trainer._evaluate"),
+    ("gpt4d/trainer.py", "Trainer.evaluate"),
 }
 SYNCHRONOUS_SAVE = {("gpt4d/checkpoint/writer.py", "write_values")}

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import ROOT, NoSlurm, SlurmCluster, install
+from tests.slurm.cluster import NoSlurm, SlurmCluster, install
 
 
 @pytest.fixture(scope="package")
@@ -30,12 +30,3 @@ def create_stand_in(parent: Path, *plan: str, name: str = "run") -> tuple[dict[s
     python.chmod(0o755)
     (directory / "plan").write_text("\n".join(plan))
     return {"GPT4D_VENV": str(directory), "STAND_IN": str(directory)}, directory
-
-
-@pytest.fixture(scope="package")
-def limited(cluster, tmp_path_factory):
-    """Submit a job with less time than the warning needs. Slurm checks limits twice a minute, during other tests."""
-    parent = tmp_path_factory.mktemp("limited")
-    environment, directory = create_stand_in(parent, "listen", "0")
-    arguments = ["--time=5", "--nodelist=node4", str(ROOT / "scripts" / "slurm" / "generic.sh")]
-    return cluster.sbatch(*arguments, log=parent / "log", environment=environment), directory

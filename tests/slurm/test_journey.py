@@ -12,10 +12,10 @@ from omegaconf import OmegaConf
 from gpt4d.checkpoint import __main__ as commands
 from gpt4d.checkpoint import checkpoint_dir
 from gpt4d.runtime.launch import Launch
-from tests.runtime.test_launch import SLURM_STEP
 from tests.slurm.cluster import ROOT, SlurmJob
+from tests.support.commands import overrides
 from tests.support.grids import full
-from tests.test_cli import overrides
+from tests.support.jobs import SLURM_STEP
 
 PROMPT = 'it\'s "{said}" = $HOME, #1'
 
@@ -77,8 +77,8 @@ def lose_a_node(job, cluster, directory: Path) -> None:
     cluster.query("scontrol", "update", "NodeName=node2", "State=RESUME")  # rejected if the node has returned by itself
 
 
-@pytest.mark.parametrize("interruptions", [(warn, lose_a_node), full((warn, preempt, lose_a_node))], ids=len)
-def test_an_interrupted_run_has_the_losses_of_an_uninterrupted_one(limited, cluster, tiny, tmp_path, interruptions):
+@pytest.mark.parametrize("interruptions", [(warn,), full((warn, preempt, lose_a_node))], ids=len)
+def test_an_interrupted_run_has_the_losses_of_an_uninterrupted_one(cluster, tiny, tmp_path, interruptions):
     """The run is interrupted several times, and then canceled."""
     run, uninterrupted = tmp_path / "run", tmp_path / "uninterrupted"
     # More steps than the run will take: the test ends it. The schedule does not depend on the number of steps.
@@ -127,27 +127,21 @@ def test_an_interrupted_run_has_the_losses_of_an_uninterrupted_one(limited, clus
     assert losses_and_norms(run) == losses_and_norms(uninterrupted)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "starts",
     [
-        pytest.param(
-            {
-                10: ("DeviceMesh(2, ", ["parallel.mode=atp", "parallel.d1=2", "parallel.d2=1"]),
-                20: ("DeviceMesh(1, ", ["parallel.mode=atp", "parallel.d2=2", "parallel.chunks=2"]),
-            },
-            id="from an ATP mesh to another",
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            {
-                10: ("grid 1x1x1x1 + 1x1x1x1 (", ["parallel.pipeline.stages=2", "parallel.pipeline.microbatches=2"]),
-                20: ("grid 1x1x1x2 (", []),
-            },
-            id="from two stages to one",
-            marks=pytest.mark.full,
-        ),
+        {
+            10: ("DeviceMesh(2, ", ["parallel.mode=atp", "parallel.d1=2", "parallel.d2=1"]),
+            20: ("DeviceMesh(1, ", ["parallel.mode=atp", "parallel.d2=2", "parallel.chunks=2"]),
+        },
+        {
+            10: ("grid 1x1x1x1 + 1x1x1x1 (", ["parallel.pipeline.stages=2", "parallel.pipeline.microbatches=2"]),
+            20: ("grid 1x1x1x2 (", []),
+        },
     ],
-)  # fmt: skip
+    ids=["from an ATP mesh to another", "from two stages to one"],
+)
 def test_a_run_continues_on_other_ranks_in_another_way(cluster, tiny, tmp_path, starts):
     run, environment = tmp_path / "run", {"GPT4D_VENV": sys.prefix, "GLOO_SOCKET_IFNAME": "lo"}
     arguments = [*overrides(tiny("checkpoint.every=5")), f"run.dir={run}"]

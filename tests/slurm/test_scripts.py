@@ -57,8 +57,11 @@ def test_scripts_pass_all_overrides_and_place_consecutive_ranks_on_a_node(cluste
     assert "continuing without nccl" in jobs["perlmutter"][0].output()
 
 
-def test_the_warning_before_the_time_limit_requeues_a_job(limited):
-    job, directory = limited
+@pytest.mark.full
+def test_the_warning_before_the_time_limit_requeues_a_job(cluster, stand_in, tmp_path):
+    """The job has less time than the warning needs. Slurm checks limits twice a minute."""
+    environment, directory = stand_in("listen", "0")
+    job = cluster.sbatch("--time=5", str(SCRIPTS / "generic.sh"), log=tmp_path / "log", environment=environment)
     job.wait_for_restart(1)
     job.wait_for_state("COMPLETED")
     assert "USR1: saved and requeued" in job.output()
@@ -87,6 +90,7 @@ def test_only_a_stop_signal_requeues_a_job(cluster, stand_in, tmp_path):
     assert (shown["ExitCode"], shown["Restarts"]) == ("3:0", "0")
 
 
+@pytest.mark.full
 def test_a_signal_to_one_task_of_an_array_requeues_that_task_only(cluster, stand_in, tmp_path):
     """The task whose job number is the number of the array, which also names all tasks of the array."""
     environment, directory = stand_in("listen", "0")

@@ -19,7 +19,7 @@ from gpt4d.config import ConfigError, from_arguments
 from gpt4d.runtime.errors import one_line_errors
 from tests.soak import __doc__ as description
 from tests.soak.faults import DAMAGED, LAUNCHER, STOPPED, TWICE, Fault, damage
-from tests.soak.launcher import TorchrunJob, environment_of, running
+from tests.soak.launcher import TorchrunJob, marked
 from tests.soak.plans import MODELS, PLANS, settings
 from tests.support.grids import metric_lines, train_in_rank
 from tests.support.jobs import LaunchedJob
@@ -72,8 +72,7 @@ def _leftovers() -> set[str]:
     """Return the processes of jobs and the files in shared memory."""
     # Semaphores of Python belong to other programs: the runs encode their data in one process.
     found = {f"shared memory {path}" for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.mp-")}
-    mark = f"{_MARK}={os.getpid()}".encode()
-    return found | {f"process {process}" for process in running() if mark in environment_of(process)}
+    return found | {f"process {process}" for process in marked({_MARK: str(os.getpid())})}
 
 
 def _strike_launcher(job: TorchrunJob, fault: Fault) -> float:

@@ -1,23 +1,23 @@
 """The faults of the soak: their kinds, the phase of a run that they strike, and the expected end of the job."""
 
 import errno
+import functools
 import importlib
 import os
 import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from tests.runtime.test_faults import at_step, shorten_timeouts
 from tests.soak.plans import SoakPlan, phases_of
+from tests.support.faults import at_step, shorten_timeouts
 
 # Where each phase is: a module, and a function or a method in it.
 _START = {
-    "preflight": "gpt4d.runtime.preflight:_compute",
+    "preflight": "gpt4d.runtime.preflight:compute",
     "resume": "gpt4d.checkpoint.run:RunCheckpoints.resume",
     "load": "gpt4d.checkpoint.storage:fill",
 }
@@ -28,7 +28,7 @@ _STEP = {
     "update": "gpt4d.optim.optimizer:Optimizer.step",
     "measure": "gpt4d.measuring:StepMeter.measure",
     "evaluate": "gpt4d.step:TrainStep.evaluate",
-    "next step": "gpt4d.trainer:Trainer._step",
+    "next step": "gpt4d.trainer:Trainer.step",
 }
 _SOME_PLANS = {
     "gather": "gpt4d.parallel.sharded_weights:ShardedWeights.gather",
@@ -46,7 +46,7 @@ _RANK_0 = {
     "prune": "gpt4d.checkpoint.lifecycle:_remove",
     "log": "gpt4d.writing:LineLog._open",
 }
-_END = {"finish": "gpt4d.trainer:Trainer._finish", "plot": "gpt4d.trainer:plot_losses"}
+_END = {"finish": "gpt4d.trainer:Trainer.finish", "plot": "gpt4d.trainer:plot_losses"}
 _HARMLESS = ("log", "prune", "plot")  # phases in which a full disk ends no run
 _PLACES = _START | _STEP | _SOME_PLANS | _SAVE | _RANK_0 | _END
 LAUNCHER = "launcher"  # the agent of torchrun is struck, at any time
@@ -74,22 +74,12 @@ class Fault:
         """Draw a fault that strikes within the steps that follow ``step``."""
         kind = draw.choice((*_ANYWHERE, *_ANYWHERE, SIGNALED, TWICE, FULL, SLOW_SAVE, DAMAGED))
         own = phases_of(plan, model)
-        phases = [*_STEP, *own, *own]
-        if kind in _ANYWHERE:
-            phases += [*_START, *_SAVE, *_RANK_0, *_END]
-            if kind in (KILLED, STOPPED):
-                phases += [LAUNCHER]
-        elif kind == SIGNALED:
-            phases += [LAUNCHER]
-        elif kind == FULL:
-            phases = ["save", "begin save", *_HARMLESS]
-        elif kind == SLOW_SAVE:
-            phases = ["save"]
-        elif kind == DAMAGED:
-            phases = ["resume"]
-        if not step:
-            phases = [phase for phase in phases if phase != "load"]
-        phase = draw.choice(phases)
+        in_steps = [*_STEP, *own, *own]
+        launcher = [LAUNCHER] if kind in (KILLED, STOPPED, SIGNALED) else []
+        anywhere = [*in_steps, *_START, *_SAVE, *_RANK_0, *_END] if kind in _ANYWHERE else in_steps
+        some = {FULL: ["save", "begin save", *_HARMLESS], SLOW_SAVE: ["save"], DAMAGED: ["resume"]}
+        phases = some.get(kind, [*anywhere, *launcher])
+        phase = draw.choice([phase for phase in phases if step or phase != "load"])
         rank = 0 if phase in _RANK_0 or phase == "plot" else draw.choice(plan.ranks_of(phase))
         call = draw.randint(1, 3) if phase in (*_STEP, *own) else 1
         return cls(kind, phase, rank, step + draw.randint(2, 8), call, draw.choice(_SIGNALS), path)
@@ -129,14 +119,12 @@ class Fault:
             else:
                 self._arm()
         elif self.kind == SLOW_SAVE and rank == (self.rank + 1) % 2:
-            at_step(self.step + 1, lambda _: self._raise_after_save())
+            at_step(self.step + 1, _fail)
 
     def _arm(self) -> None:
         module, _, names = _PLACES[self.phase].partition(":")
-        owner: Any = importlib.import_module(module)
         *path, name = names.split(".")
-        for part in path:
-            owner = getattr(owner, part)
+        owner = functools.reduce(getattr, path, importlib.import_module(module))
         original, calls = getattr(owner, name), [0]
 
         def struck(*arguments, **options):
@@ -155,7 +143,7 @@ class Fault:
             case "signaled":
                 os.kill(os.getpid(), self.signal)
             case "raised":
-                raise ValueError("a fault")
+                _fail()
             case "disk full":
                 code = random.Random(self.step).choice((errno.ENOSPC, errno.EIO))
                 raise OSError(code, os.strerror(code), "a file")
@@ -163,9 +151,6 @@ class Fault:
                 time.sleep(4.0)
             case "hung" | "signaled twice":
                 threading.Event().wait()
-
-    def _raise_after_save(self) -> None:
-        raise ValueError("a fault")
 
     @property
     def number(self) -> int:
@@ -181,33 +166,37 @@ class Fault:
         """Return a problem with the end of the job, or an empty text."""
         text = "".join(outputs)
         errors = [line for line in text.splitlines() if line.startswith("error:")]
-        checks: list[tuple[str, Callable[[], bool]]] = [("a raw message of gloo", lambda: "GLHF" not in text)]
+        found = {"a raw message of gloo": "GLHF" in text}
         if self.phase == LAUNCHER:
             # torchrun passes all signals but this one on to its ranks.
             expected_errors = 0 if self.kind == SIGNALED and self.signal != signal.SIGUSR1 else 1
-            checks.append((f"{len(errors)} error lines", lambda: len(errors) == expected_errors))
-            checks.append(("no launcher in the error", lambda: all("torchrun" in line for line in errors)))
+            found[f"{len(errors)} error lines"] = len(errors) != expected_errors
+            found["no launcher in the error"] = not all("torchrun" in line for line in errors)
         elif self.is_harmless:
             end = 0 if self.ends_run else 75
             warnings = sum(line.startswith("warning:") for line in text.splitlines())
-            checks.append((f"exit codes {codes}, not {end}", lambda: set(codes) == {end}))
-            checks.append((f"{len(errors)} error lines", lambda: not errors))
-            checks.append((f"{warnings} warnings", lambda: warnings == 1))
+            found[f"exit codes {codes}, not {end}"] = set(codes) != {end}
+            found[f"{len(errors)} error lines"] = bool(errors)
+            found[f"{warnings} warnings"] = warnings != 1
         elif self.kind in (SIGNALED, TWICE, DAMAGED):
-            checks.append((f"exit codes {codes}, not 75", lambda: set(codes) == {75}))
-            checks.append(("an error line after a signal", lambda: not errors))
+            found[f"exit codes {codes}, not 75"] = set(codes) != {75}
+            found["an error line after a signal"] = bool(errors)
         else:
             expected = [1] * len(codes)
             if self.kind in (KILLED, STOPPED):
                 expected[self.rank] = -signal.SIGKILL
-            checks.append((f"exit codes {codes}, not {expected}", lambda: list(codes) == expected))
-            checks.append((f"{len(errors)} error lines", lambda: len(errors) == 1))
+            found[f"exit codes {codes}, not {expected}"] = list(codes) != expected
+            found[f"{len(errors)} error lines"] = len(errors) != 1
             if self.kind != FULL:
                 named = f"rank {self.guilty} "
-                checks.append((f"no {named}in the error", lambda: any(named in line for line in errors)))
+                found[f"no {named}in the error"] = not any(named in line for line in errors)
         if self.kind not in (RAISED, SLOW_SAVE) and self.phase != LAUNCHER:  # torchrun prints one
-            checks.append(("a traceback", lambda: "Traceback" not in text))
-        return "; ".join(message for message, holds in checks if not holds())
+            found["a traceback"] = "Traceback" in text
+        return "; ".join(problem for problem, present in found.items() if present)
+
+
+def _fail(*_: object) -> None:
+    raise ValueError("a fault")
 
 
 def shorten() -> None:

@@ -10,17 +10,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 TIMEOUT_S = 120.0
 
 
 class TorchrunJob:
     """Train on ``ranks`` ranks of torchrun. Their output is in ``<run.dir>.torchrun``.
 
-    Args:
-        overrides: overrides of the configuration.
-        run_dir: the run directory.
-        ranks: number of ranks.
-        mark: an environment variable and its value, by which the ranks are found.
+    ``mark``: an environment variable and its value, by which the ranks are found.
     """
 
     def __init__(self, overrides: Sequence[str], run_dir: Path, ranks: int, mark: Mapping[str, str]):
@@ -45,8 +43,7 @@ class TorchrunJob:
 
     def processes(self) -> list[int]:
         """Return the processes of the job that run: the agent, the ranks and their children."""
-        ((name, value),) = self.mark.items()
-        return [process for process in running() if f"{name}={value}".encode() in environment_of(process)]
+        return marked(self.mark)
 
     def wait_for_step(self, step: int) -> None:
         """Wait until the job has trained ``step`` or has ended."""
@@ -62,18 +59,11 @@ class TorchrunJob:
         return self._metrics.read_text().split("\n")[:-1] if self._metrics.exists() else []
 
 
-def running() -> list[int]:
-    """Return the processes of this machine that have not ended."""
+def marked(mark: Mapping[str, str]) -> list[int]:
+    """Return the processes of this machine that have not ended and have these variables."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            if path.read_text().rpartition(")")[2].split()[0] != "Z":
-                found.append(int(path.parent.name))
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if mark.items() <= process.environ().items() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
     return found
-
-
-def environment_of(process: int) -> bytes:
-    try:
-        return Path(f"/proc/{process}/environ").read_bytes()
-    except OSError:
-        return b""

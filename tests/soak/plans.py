@@ -3,31 +3,11 @@
 from pathlib import Path
 from typing import NamedTuple
 
-PIPELINE = "parallel.pipeline."
 MODELS = {
-    "gpt": (
-        "model=gpt_tiny",
-        "model.layers=4",
-        "model.hidden=24",
-        "model.vocab_size=300",
-        "model.vocab_multiple=16",
-        "model.max_positions=16",
-        "train.seq_len=16",
-        "data.processes=1",
-        "logging.sample_tokens=0",
-    ),
-    "unet": (
-        "model=unet_tiny",
-        "model.channels=8",
-        "model.multipliers=[1,2]",
-        "model.blocks_per_level=1",
-        "model.image_size=8",
-        "model.attention_at=[]",
-        "model.groups=4",
-        "model.head_size=8",
-        "model.timesteps=50",
-        "logging.sample_images=0",
-    ),
+    "gpt": "model=gpt_tiny model.layers=4 model.hidden=24 model.vocab_size=300 model.vocab_multiple=16 "
+    "model.max_positions=16 train.seq_len=16 data.processes=1 logging.sample_tokens=0",
+    "unet": "model=unet_tiny model.channels=8 model.multipliers=[1,2] model.blocks_per_level=1 model.image_size=8 "
+    "model.attention_at=[] model.groups=4 model.head_size=8 model.timesteps=50 logging.sample_images=0",
 }
 
 
@@ -38,7 +18,7 @@ class SoakPlan(NamedTuple):
     """
 
     ranks: int
-    overrides: tuple[str, ...]
+    overrides: str
     phases: tuple[str, ...] = ()
     tied: tuple[int, ...] | None = None
 
@@ -47,43 +27,33 @@ class SoakPlan(NamedTuple):
         return self.tied if phase == "copy" and self.tied else tuple(range(self.ranks))
 
 
-_STAGES = ("transfer",)
+_STAGES = "parallel.pipeline.stages=2"
 _TIED = ("transfer", "copy")
 PLANS = {
-    "grid": SoakPlan(2, ("parallel.gz=2",), ("gather",)),
-    "zero": SoakPlan(4, ("parallel.gz=2", "optim.shard_states=true"), ("gather",)),
-    "recomputed": SoakPlan(4, ("parallel.gx=2", "parallel.gy=2", "train.activation_checkpointing=full")),
-    "stages": SoakPlan(2, (PIPELINE + "stages=2",), _TIED),
-    "stages_of_2": SoakPlan(4, (PIPELINE + "stages=2", "parallel.gx=2"), _TIED),
-    "uneven": SoakPlan(3, (PIPELINE + "stages=2", PIPELINE + "stage_grids=[1x1x1x1,1x1x2x1]"), _TIED),
+    "grid": SoakPlan(2, "parallel.gz=2", ("gather",)),
+    "zero": SoakPlan(4, "parallel.gz=2 optim.shard_states=true", ("gather",)),
+    "recomputed": SoakPlan(4, "parallel.gx=2 parallel.gy=2 train.activation_checkpointing=full"),
+    "stages": SoakPlan(2, _STAGES, _TIED),
+    "stages_of_2": SoakPlan(4, f"{_STAGES} parallel.gx=2", _TIED),
+    "uneven": SoakPlan(3, f"{_STAGES} parallel.pipeline.stage_grids=[1x1x1x1,1x1x2x1]", _TIED),
     "interleaved": SoakPlan(
-        2, (PIPELINE + "stages=2", PIPELINE + "schedule=interleaved_1f1b", PIPELINE + "chunks_per_stage=2"), _TIED
+        2, f"{_STAGES} parallel.pipeline.schedule=interleaved_1f1b parallel.pipeline.chunks_per_stage=2", _TIED
     ),
     "zero_bubble": SoakPlan(
-        3, (PIPELINE + "stages=3", PIPELINE + "schedule=zb_h1"), (*_TIED, "weight_gradients"), tied=(0, 2)
+        3, "parallel.pipeline.stages=3 parallel.pipeline.schedule=zb_h1", (*_TIED, "weight_gradients"), tied=(0, 2)
     ),
-    "atp": SoakPlan(2, ("parallel.mode=atp", "parallel.d1=2", "parallel.d2=1")),
-    "atp_chunks": SoakPlan(4, ("parallel.mode=atp", "parallel.d1=2", "parallel.d2=2", "parallel.chunks=2")),
+    "atp": SoakPlan(2, "parallel.mode=atp parallel.d1=2 parallel.d2=1"),
+    "atp_chunks": SoakPlan(4, "parallel.mode=atp parallel.d1=2 parallel.d2=2 parallel.chunks=2"),
 }
 
 
 def settings(model: str, plan: SoakPlan, directory: Path, *overrides: str) -> list[str]:
     """Return the overrides of a run whose steps take a tenth of a second."""
     return [
-        *MODELS[model],
-        f"data.cache_dir={directory / 'cache'}",
-        "train.steps=100000",
-        "train.batch_size=12",
-        "train.validate_every=4",
-        "train.validation_batches=1",
-        "optim.schedule_steps=1000",
-        "parallel.timeout_s=2",
-        "checkpoint.every=3",
-        "checkpoint.keep=2",
-        "logging.every=1",
-        *plan.overrides,
-        *overrides,
-    ]
+        *MODELS[model].split(), f"data.cache_dir={directory / 'cache'}", "train.steps=100000", "train.batch_size=12",
+        "train.validate_every=4", "train.validation_batches=1", "optim.schedule_steps=1000", "parallel.timeout_s=2",
+        "checkpoint.every=3", "checkpoint.keep=2", "logging.every=1", *plan.overrides.split(), *overrides,
+    ]  # fmt: skip
 
 
 def phases_of(plan: SoakPlan, model: str) -> tuple[str, ...]:

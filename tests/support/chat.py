@@ -5,8 +5,9 @@ import random
 from pathlib import Path
 
 from gpt4d.data import tokenizers
+from tests.support.environment import REPOSITORY
 
-CONVERSATIONS = Path(__file__).parents[1] / "examples" / "chat" / "conversations.jsonl"
+CONVERSATIONS = REPOSITORY / "examples" / "chat" / "conversations.jsonl"
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"]
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partialmethod
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -232,20 +233,11 @@ class _RecordedTransport(Transport):
         start = getattr(self.transport, kind)
         return start(*arguments) if self.device.graph is None else self.device.record_collective(start, *arguments)
 
-    def start_all_reduce(self, tensor, op):
-        return self._start("start_all_reduce", tensor, op)
-
-    def start_all_gather(self, shard):
-        return self._start("start_all_gather", shard)
-
-    def start_reduce_scatter(self, full):
-        return self._start("start_reduce_scatter", full)
-
-    def start_shift(self, tensor):
-        return self._start("start_shift", tensor)
-
-    def start_all_to_all(self, sent, sent_rows, received_rows):
-        return self._start("start_all_to_all", sent, sent_rows, received_rows)
+    start_all_reduce = partialmethod(_start, "start_all_reduce")
+    start_all_gather = partialmethod(_start, "start_all_gather")
+    start_reduce_scatter = partialmethod(_start, "start_reduce_scatter")
+    start_shift = partialmethod(_start, "start_shift")
+    start_all_to_all = partialmethod(_start, "start_all_to_all")
 
 
 @contextmanager

@@ -85,18 +85,9 @@ def single_queue(stream: Stream) -> Hashable:
     return 0
 
 
-def round_robin(queues: int, offset: int = 0) -> QueueOf:
-    """Return the queues of a GPU on which the streams of all pools share a fixed number of queues, round-robin.
-
-    ``offset``: distance between the queues of the two pools.
-    """
-    shift = {COMPUTE: 0, NORMAL: 0, HIGH: offset}
-    return lambda stream: (stream.index + shift[stream.pool]) % queues
-
-
-def by_priority(queues: int) -> QueueOf:
-    """Return the queues of a GPU that assigns a fixed number of queues of its own to each priority."""
-    return lambda stream: (stream.pool == HIGH, stream.index % queues)
+def separate_queues(stream: Stream) -> Hashable:
+    """Return a queue of its own for each stream."""
+    return stream
 
 
 class Blocked(NamedTuple):

@@ -15,6 +15,10 @@ from pathlib import Path
 from gpt4d.config import Config
 
 TIMEOUT_S = 120.0
+SLURM_STEP = {
+    "SLURM_JOB_ID": "71", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "12", "SLURM_PROCID": "9", "SLURM_LOCALID": "1",
+    "SLURM_STEP_NODELIST": "nid[001003-001004,001009]", "SLURM_STEP_TASKS_PER_NODE": "4(x3)", "SLURM_NODEID": "2",
+}  # fmt: skip
 
 
 def free_port() -> int:
@@ -87,6 +91,17 @@ class LaunchedJob:
 
     def outputs(self) -> list[str]:
         return [log.read_text() for log in self.logs if log.exists()]
+
+    def events(self, name: str) -> list[dict]:
+        """Return the lines of an event in metrics.jsonl."""
+        return [line for line in self.metric_lines() if line.get("event") == name]
+
+
+def ended_job(context, config: Config, codes: list[int], prepare=None) -> LaunchedJob:
+    """Run a job to its end, with a rank per expected exit code."""
+    with LaunchedJob(context, config, len(codes), prepare) as job:
+        assert job.exit_codes() == codes, job.outputs()
+    return job
 
 
 def _train(config: Config, environment: dict[str, str], log: Path, prepare) -> None:

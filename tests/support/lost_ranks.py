@@ -10,20 +10,20 @@ import os
 import re
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpt4d.config import from_arguments
+from gpt4d.run import train
 from gpt4d.runtime.errors import one_line_errors
-from tests.runtime.test_faults import at_step
-from tests.runtime.test_frozen import under_torchrun
-from tests.runtime.test_hangs import PHASES, replace_function
-from tests.support.jobs import LaunchedJob
+from tests.support.environment import REPOSITORY
+from tests.support.faults import PHASES, at_step, block, kill, replace_function, shorten_timeouts
+from tests.support.jobs import TIMEOUT_S, LaunchedJob, ended_job
 from tests.support.rank_pool import RankPool
 from tests.support.settings import configured
 
@@ -51,7 +51,7 @@ def settings(directory: Path, timeout_s: float, *more: str) -> list[str]:
     return [
         *("model=gpt_tiny", "model.layers=2", "model.hidden=24", "model.heads=4", "model.vocab_size=300"),
         *("model.vocab_multiple=16", "model.max_positions=16", f"data.cache_dir={directory / 'cache'}"),
-        *("data.processes=1", "logging.every=1"),
+        *("data.processes=1", "logging.every=1", f"run.dir={directory / 'run'}"),
         *("train.steps=100000", "train.batch_size=4", "train.validate_every=0", "logging.sample_tokens=0"),
         *("parallel.gz=2", f"parallel.timeout_s={timeout_s}", "checkpoint.every=0", *more),
     ]
@@ -66,11 +66,10 @@ def _arm(path: Path, target: int, fault: signal.Signals | str, rank: int) -> Non
     if rank != target:
         return
     if isinstance(fault, signal.Signals):
-        at_step(5, lambda _: _strike(path, lambda: os.kill(os.getpid(), fault)))
+        at_step(5, functools.partial(_strike, path, functools.partial(kill, fault)))
         return
     module, function, *_ = PHASES[fault]
-    hang = functools.partial(_strike, path, threading.Event().wait)
-    arm = functools.partial(replace_function, module, function, hang)
+    arm = functools.partial(replace_function, module, function, functools.partial(_strike, path, block))
     at_step(5, lambda _: arm()) if fault == "update" else arm()
 
 
@@ -79,10 +78,9 @@ def _measure(context, directory: Path, target: int, fault: signal.Signals | str,
     path = directory / "struck"
     path.unlink(missing_ok=True)
     every = 3 if fault in ("save", "begin", "load") else 0
-    overrides = settings(directory, timeout_s, f"run.dir={directory / 'run'}", f"checkpoint.every={every}")
+    overrides = settings(directory, timeout_s, f"checkpoint.every={every}")
     if fault == "load":
-        with LaunchedJob(context, configured([*overrides, "train.steps=3"]), 2) as job:
-            assert job.exit_codes() == [0, 0], job.outputs()
+        ended_job(context, configured([*overrides, "train.steps=3"]), [0, 0])
     with LaunchedJob(context, configured(overrides), 2, functools.partial(_arm, path, target, fault)) as job:
         for rank in range(2):
             if rank != target or isinstance(fault, str):
@@ -91,9 +89,42 @@ def _measure(context, directory: Path, target: int, fault: signal.Signals | str,
         return ended - float(path.read_text()), "".join(job.outputs())
 
 
-def _measure_launcher(directory: Path, number: signal.Signals, timeout_s: float) -> tuple[float, str]:
-    overrides = settings(directory, timeout_s, f"run.dir={directory / 'run'}")
-    return under_torchrun(directory, number, overrides)
+def _has_ended(pid: int) -> bool:
+    """Return whether a process has ended, even if its parent does not collect it."""
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def under_torchrun(
+    directory: Path, number: signal.Signals, overrides: list[str], shorten: bool = False
+) -> tuple[float, str]:
+    """Train on two ranks under torchrun, which gets a signal in step 5.
+
+    Returns the seconds from the signal to the end of both ranks, and their output. ``shorten``: use short timeouts.
+    """
+    log = directory / "output"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "tests.support.lost_ranks", "rank", str(int(number)), str(directory), str(shorten), *overrides]
+    with open(log, "w") as output, subprocess.Popen(command, stdout=output, stderr=output, cwd=REPOSITORY) as agent:
+        deadline = time.monotonic() + TIMEOUT_S
+        files = [directory / f"pid{rank}" for rank in range(2)]
+        while not all(file.exists() and file.read_text() and _has_ended(int(file.read_text())) for file in files):
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.02)
+        ended = time.time()
+        agent.kill()
+    return ended - float((directory / "struck").read_text()), log.read_text()
+
+
+def _train_under_torchrun(number: str, directory: str, shorten: str, *overrides: str) -> None:
+    """Train on a rank of ``under_torchrun``. Rank 1 sends the signal."""
+    if shorten == "True":
+        shorten_timeouts()
+    Path(directory, f"pid{os.environ['RANK']}").write_text(str(os.getpid()))
+    if os.environ["RANK"] == "1":
+        strike = functools.partial(os.kill, os.getppid(), int(number))
+        at_step(5, functools.partial(_strike, Path(directory, "struck"), strike))
+    train(configured(list(overrides)))
 
 
 def main(arguments: list[str]) -> None:
@@ -103,10 +134,11 @@ def main(arguments: list[str]) -> None:
         seconds = []
         for _ in range(config.repeats):
             with tempfile.TemporaryDirectory() as temporary:
+                directory = Path(temporary)
                 if name in _LAUNCHER:
-                    taken, output = _measure_launcher(Path(temporary), _LAUNCHER[name], config.timeout_s)
+                    taken, output = under_torchrun(directory, _LAUNCHER[name], settings(directory, config.timeout_s))
                 else:
-                    taken, output = _measure(pool.context, Path(temporary), *_FAULTS[name], config.timeout_s)
+                    taken, output = _measure(pool.context, directory, *_FAULTS[name], config.timeout_s)
             seconds.append(taken)
             (message,) = re.findall(r"^error: (.*)", output, re.MULTILINE)
             print(f"{name}: {taken:.1f} s, {message}", file=sys.stderr, flush=True)
@@ -121,4 +153,7 @@ def main(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     with one_line_errors():
-        main(sys.argv[1:])
+        if sys.argv[1:2] == ["rank"]:
+            _train_under_torchrun(*sys.argv[2:])
+        else:
+            main(sys.argv[1:])

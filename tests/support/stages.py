@@ -1,4 +1,7 @@
-"""Stages of a pipeline on the pool of ranks, and random tokens for them."""
+"""Stages of a pipeline on the pool of ranks, their steps in float64, random tokens for them, and events of runs."""
+
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,6 +9,7 @@ import torch.distributed as dist
 
 from gpt4d.checkpoint.storage import LocalShard
 from gpt4d.config import Config
+from gpt4d.model import registry
 from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.sequence import own_segments
@@ -13,6 +17,7 @@ from gpt4d.parallel.pipeline.runtime import StageRuntime
 from gpt4d.parallel.stage import Stage
 from gpt4d.plan import ParallelPlan
 from gpt4d.step import build_stage, connect_stages, mask_replicas
+from gpt4d.task import registry as tasks
 from gpt4d.validation import validate
 from tests.support.grids import fill_from_hf, to_hf
 
@@ -42,14 +47,28 @@ def own_tokens(values: torch.Tensor, grid: Grid) -> torch.Tensor:
     return values if values.dim() == 1 or context.size == 1 else own_segments(values, context.size, context.index)
 
 
+def own_step(plan: ParallelPlan, stage: Stage, compute, batches, units: int) -> tuple[list[float], dict]:
+    """On a rank: the losses of an evaluation and of a step, and this stage's parts of its gradients, by name.
+
+    ``batches()`` returns the microbatches of both. ``units``: what the loss is divided by. A part is the shape of the
+    parameter, the part's slices and its values.
+    """
+    trained = {name: p for name, p in stage.module.named_parameters() if not p.spec.frozen}
+    runtime = StageRuntime(stage, GradientReducer(stage.weights, trained), compute)
+    losses = [runtime.evaluate(batches(), plan.microbatches) / units]
+    losses.append(runtime.forward_backward(batches(), plan.microbatches, units))
+    losses = [stage.grid.world.all_reduce(mask_replicas(loss, stage.grid)).item() for loss in losses]
+    if stage.exchange:
+        stage.exchange.close()
+    found = {name: LocalShard(p.grad, p.spec) for name, p in trained.items() if name not in stage.copies}
+    grid = stage.grid
+    return losses, {n: (part.spec.stored_shape, part.slices(grid), part.stored(grid)) for n, part in found.items()}
+
+
 def float64_step(
     config: Config, world_size: int, state: dict[str, torch.Tensor], batch: list[torch.Tensor], compute, units: int
 ) -> tuple[list[float], dict]:
-    """On a rank: the losses of an evaluation and of a step, and this stage's parts of its gradients, by name.
-
-    ``state``: weights by the names of the family's library. ``batch``: tensors of the global batch. ``units``: what
-    the loss is divided by.
-    """
+    """Return the results of ``own_step`` for weights by the names of the family's library and a global batch."""
     plan, stage = own_stage(config, world_size, ranks_per_host=world_size)
     fill_from_hf(stage.module, state)
     grid, size = stage.grid, plan.micro_batch_size(plan.stages[stage.index])
@@ -59,32 +78,51 @@ def float64_step(
             own = part.split(size)[grid.sample_shard]
             yield [own_tokens(tensor[own], grid) for tensor in batch]
 
-    trained = {name: p for name, p in stage.module.named_parameters() if not p.spec.frozen}
-    reducer = GradientReducer(stage.weights, trained)
-    runtime = StageRuntime(stage, reducer, compute)
-    losses = [runtime.evaluate(batches(), plan.microbatches) / units]
-    losses.append(runtime.forward_backward(batches(), plan.microbatches, units))
-    losses = [grid.world.all_reduce(mask_replicas(loss, grid)).item() for loss in losses]
-    if stage.exchange:
-        stage.exchange.close()
-    own = ((name, p) for name, p in trained.items() if name not in stage.copies)
-    found = {name: LocalShard(p.grad, p.spec) for name, p in own}
-    return losses, {n: (part.spec.stored_shape, part.slices(grid), part.stored(grid)) for n, part in found.items()}
+    return own_step(plan, stage, compute, batches, units)
+
+
+def connected_task(config: Config, plan: ParallelPlan, stage: Stage):
+    """Return, on a rank, the task of a configuration, connected to the stage."""
+    task = tasks.get(registry.of(config.model).task).create(config)
+    task.connect(stage, plan.micro_batch_size(plan.stages[stage.index]))
+    return task
+
+
+def step_of_task(config: Config, world_size: int) -> tuple[list[float], dict]:
+    """Return the results of ``own_step`` for the first batch of the configured task."""
+    plan, stage = own_stage(config, world_size, ranks_per_host=world_size)
+    task = connected_task(config, plan, stage)
+    units = config.train.batch_size * config.train.seq_len
+    return own_step(plan, stage, task.compute, lambda: task.batches(0), units)
+
+
+def check_step(answers, losses: list[float], gradients: dict[str, torch.Tensor], to_names=None, floor=0.0) -> None:
+    """Compare what ``own_step`` has returned on all ranks with the losses and the gradients of one device.
+
+    ``to_names`` converts gradients by parameter to those of ``gradients``. Norms below ``floor`` count as ``floor``.
+    """
+    wholes: dict[str, torch.Tensor] = {}
+    for found, parts in answers:
+        assert found == pytest.approx(losses, rel=1e-12)
+        for name, (shape, place, part) in parts.items():
+            whole = wholes.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64))
+            whole[place] = part
+    ours = to_names(wholes) if to_names else wholes
+    assert ours.keys() == gradients.keys()
+    for name, grad in gradients.items():
+        assert (ours[name] - grad).norm() <= 1e-12 * max(grad.norm(), floor), name
 
 
 def check_float64_step(answers, config: Config, loss: float, grads: dict[str, torch.Tensor]) -> None:
     """Compare what ``float64_step`` has returned on all ranks with the library's loss and gradients."""
-    wholes: dict[str, torch.Tensor] = {}
-    for losses, parts in answers:
-        assert losses == [pytest.approx(loss, rel=1e-12)] * 2
-        for name, (shape, place, part) in parts.items():
-            whole = wholes.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64))
-            whole[place] = part
-    ours = to_hf(wholes, config.model)
-    assert ours.keys() == grads.keys()
-    for name, grad in grads.items():
-        # A bias before a norm of one group per channel has no gradient but for rounding.
-        assert (ours[name] - grad).norm() <= 1e-12 * max(grad.norm(), 1e-3), name
+    # A bias before a norm of one group per channel has no gradient but for rounding.
+    check_step(answers, [loss, loss], grads, lambda wholes: to_hf(wholes, config.model), floor=1e-3)
+
+
+def run_events(run_dir: str | Path, name: str) -> list[dict]:
+    """Return the lines of an event in a run's metrics.jsonl."""
+    lines = map(json.loads, (Path(run_dir) / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line.get("event") == name]
 
 
 class RandomTokens:

@@ -4,15 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from gpt4d.config import (
-    Config,
-    DataConfig,
-    GridSizes,
-    OptimConfig,
-    ParallelConfig,
-    PipelineConfig,
-    TrainConfig,
-)
+from gpt4d.config import Config, DataConfig, GridSizes, OptimConfig, ParallelConfig, PipelineConfig, TrainConfig
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.step import TrainStep

@@ -7,15 +7,12 @@ With GPT4D_MODEL=DIR, a directory of transformers such as HuggingFaceTB/SmolLM2-
 prints the largest relative difference of the losses on each plan. It takes minutes, 4 GiB of memory and 3 GiB of disk.
 """
 
-import json
 import os
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from gpt4d.checkpoint import finetuning
 from gpt4d.checkpoint.importer import import_model
@@ -23,10 +20,11 @@ from gpt4d.config import GridSizes
 from gpt4d.data.packing import PackedSequences
 from gpt4d.data.prepare import corpus as prepared
 from tests.support.chat import CONVERSATIONS, chat_overrides
-from tests.support.grids import build_model, full, hf_model, metric_lines, on_grid, train_in_rank
+from tests.support.grids import build_model, full, hf_model, on_grid, train_in_rank
 from tests.support.rank_pool import RankFailure
 from tests.support.settings import configured
-from tests.test_trainer import plain_torch_run
+from tests.support.task_oracles import summed_loss, validations
+from tests.support.training import losses_and_norms, plain_torch_run
 
 STEPS = ["train.steps=6", "train.batch_size=8", "train.validate_every=6", "optim.warmup_steps=2"]
 LLAMA = ("model=llama_tiny", "model.key_value_heads=2", "model.head_size=8", "model.inner=40", "model.tied=true")
@@ -35,20 +33,6 @@ LLAMA = ("model=llama_tiny", "model.key_value_heads=2", "model.head_size=8", "mo
 @pytest.fixture(scope="module")
 def overrides(tmp_path_factory):
     return [*chat_overrides(tmp_path_factory.mktemp("sft")), *STEPS]
-
-
-def summed_loss(model, files, split, documents):
-    """Return the loss summed over single conversations, and the number of tokens that have a loss."""
-    ends = files.document_ends(split)
-    starts, tokens, mask = np.concatenate([[0], ends[:-1]]), files.tokens(split)[:], files.mask(split)[:]
-    total, count = torch.zeros(()), 0
-    for document in documents:
-        ids = torch.from_numpy(tokens[starts[document] : ends[document]].astype(np.int64))
-        shown = torch.from_numpy(mask[starts[document] : ends[document]].astype(bool))[1:]
-        logits = model(ids[None, :-1]).logits[0]
-        total = total + F.cross_entropy(logits[shown], ids[1:][shown], reduction="sum")
-        count += int(shown.sum())
-    return total, count
 
 
 def plain_run(config, model):
@@ -75,10 +59,9 @@ def plain_run(config, model):
 
 
 def results(run_dir):
-    lines = metric_lines(run_dir)
-    events = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
-    (held_out,) = [event["loss"] for event in events if event.get("event") == "validation"]
-    return [line["loss"] for line in lines], [line["grad_norm"] for line in lines], held_out
+    (held_out,) = validations(run_dir)
+    losses, norms = losses_and_norms(run_dir)
+    return losses, norms, held_out["loss"]
 
 
 @pytest.fixture(scope="module")
@@ -126,9 +109,8 @@ def test_the_plan_does_not_change_the_losses_of_fine_tuning(ranks, serial, overr
     ranks.run(sizes.devices * stages, train_in_rank, config)
     _, (losses, norms, held_out) = serial(tiny)
     found = results(config.run.dir)
-    assert found[0] == pytest.approx(losses, rel=1e-5)
-    assert found[1] == pytest.approx(norms, rel=1e-5)
-    assert found[2] == pytest.approx(held_out, rel=1e-5)
+    for values, expected in zip(found, (losses, norms, held_out), strict=True):
+        assert values == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -183,31 +165,21 @@ def test_a_resumed_fine_tuning_has_equal_bits(ranks, serial, overrides, tiny):
     assert results(resumed.run.dir) == (losses[3:], norms[3:], held_out)
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        (
-            "data.skip_long=false",
-            r"train\.seq_len=24: conversation \d+ of train in .* has \d+ tokens, more than .* raise it",
-        ),
-        (
-            "train.seq_len=4",
-            r"train\.seq_len=4: a sequence takes 5 tokens, and every conversation in .* has more; raise",
-        ),
-    ],
-)
-def test_the_error_for_long_conversations_names_the_length(ranks, overrides, tiny, setting, message):
-    with pytest.raises(RankFailure, match=message):
-        ranks.run(1, train_in_rank, tiny(*overrides, "train.seq_len=24", setting))
+def test_the_error_for_long_conversations_names_the_length(ranks, overrides, tiny):
+    for setting, message in (
+        ("data.skip_long=false", r"train\.seq_len=24: conversation \d+ of train in .* has \d+ tokens, more than .* it"),
+        ("train.seq_len=4", r"train\.seq_len=4: a sequence takes 5 tokens, and every conversation in .* more; raise"),
+    ):
+        with pytest.raises(RankFailure, match=message):
+            ranks.run(1, train_in_rank, tiny(*overrides, "train.seq_len=24", setting))
 
 
-@pytest.mark.parametrize("prepared_before", [False, True])
-def test_cuda_graphs_are_rejected_for_conversations(ranks, overrides, tiny, prepared_before):
-    config = tiny(*overrides)
-    data = ["data=tokens", f"data.path={prepared(config.data).first.directory}"] if prepared_before else overrides
-    given = tiny(*data, "train.seq_len=16", "cluster=dgx_h100", "train.cuda_graphs=true")
-    with pytest.raises(RankFailure, match=r"train\.cuda_graphs=true: .* gives? attention and loss other shapes"):
-        ranks.run(1, train_in_rank, given)
+def test_cuda_graphs_are_rejected_for_conversations(ranks, overrides, tiny):
+    before = ["data=tokens", f"data.path={prepared(tiny(*overrides).data).first.directory}"]
+    for data in (overrides, before):
+        given = tiny(*data, "train.seq_len=16", "cluster=dgx_h100", "train.cuda_graphs=true")
+        with pytest.raises(RankFailure, match=r"train\.cuda_graphs=true: .* gives? attention and loss other shapes"):
+            ranks.run(1, train_in_rank, given)
 
 
 def summary_and_sample(config):

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer
 
 from gpt4d.config import Config, GridSizes, ParallelConfig, PipelineConfig, TrainConfig
 from gpt4d.data.tokenizers import END_OF_TEXT
@@ -21,17 +21,12 @@ from gpt4d.task.sampling import GREEDY
 from gpt4d.task.task import Sampling
 from tests.support.grids import TINY_MODEL, build_tiny_stage, full
 from tests.support.stages import connected_stage
-
-END = 0
-WORDS = [END_OF_TEXT, *(f"w{i}" for i in range(1, TINY_MODEL.vocab_size))]
+from tests.support.task_texts import END, PROMPTS, WORDS, most_likely_text, word_tokenizer
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token=END_OF_TEXT))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens([END_OF_TEXT])
-    return tokenizer
+    return word_tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -45,30 +40,14 @@ def stage():
 
 
 documents_of = partial(Documents.ending_with, END)
+TWO = f"w5 {END_OF_TEXT} w7 w9"
+KINDS = pytest.mark.parametrize("documents", [lambda *ids: None, documents_of], ids=["across documents", "inside"])
 
 
-def most_likely_text(model, tokenizer, prompt, tokens, documents):
-    ids = tokenizer.encode(prompt).ids or [END]
-    for _ in range(tokens):
-        window = torch.tensor([ids[-TINY_MODEL.max_positions :]])
-        with torch.no_grad():
-            logits = model(window, torch.zeros(1, dtype=torch.int64), documents(window))[0, -1]
-        ids.append(int(logits[: TINY_MODEL.vocab_size].argmax()))
-    assert END not in ids[-tokens:]
-    return tokenizer.decode(ids)
-
-
-@pytest.mark.parametrize("documents", [lambda *ids: None, documents_of], ids=["across documents", "inside documents"])
+@KINDS
 @pytest.mark.parametrize(
     ("prompt", "tokens"),
-    [
-        ("w5 w7 w9", 6),
-        ("w5 w7 w9", 40),
-        (" ".join(WORDS[1:31]), 5),
-        (f"w5 {END_OF_TEXT} w7 w9", 5),
-        (f"w5 {END_OF_TEXT} w7 w9", 30),
-        ("", 12),
-    ],
+    [("w5 w7 w9", 6), ("w5 w7 w9", 40), (" ".join(WORDS[1:31]), 5), (TWO, 5), (TWO, 30), ("", 12)],
 )
 def test_generated_text_equals_that_of_a_model_without_padding(stage, tokenizer, prompt, tokens, documents):
     (text,) = continuations(stage, tokenizer, END, [prompt], tokens, documents, sampling=GREEDY)
@@ -86,9 +65,6 @@ def test_a_forward_computes_new_tokens_only_while_the_text_fits(stage, tokenizer
     continuations(stage, tokenizer, END, [" ".join(WORDS[1 : 1 + prompt_length])], tokens)
     hook.remove()
     assert seen == shapes
-
-
-PROMPTS = ["w5 w7 w9", "w3", " ".join(WORDS[1:12]), f"w5 {END_OF_TEXT} w8"]
 
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
@@ -123,31 +99,18 @@ def texts_on_grid(sizes, tokenizer_json):
     return [continuations(stage, tokenizer, END, PROMPTS, 8, documents_of, sampling=GREEDY) for stage in stages]
 
 
-LLAMA = LlamaConfig(
-    layers=2, hidden=32, heads=4, key_value_heads=2, head_size=8, inner=48, vocab_size=50, vocab_multiple=16,
-    max_positions=16, qk_norm=True,
-)  # fmt: skip
+SIZES = {
+    "layers": 2, "hidden": 32, "heads": 4, "key_value_heads": 2, "head_size": 8, "vocab_size": 50, "vocab_multiple": 16,
+    "max_positions": 16,
+}  # fmt: skip
+LLAMA = LlamaConfig(**SIZES, inner=48, qk_norm=True)
+OLMO2 = Olmo2Config(**SIZES, inner=48)
+GEMMA3 = Gemma3Config(**SIZES, inner=48, window=5, global_every=2)
+MOE = MoeConfig(**SIZES, inner=24, experts=6, experts_per_token=2)
+MODELS = [TINY_MODEL, LLAMA, OLMO2, GEMMA3, MOE]
 
 
-OLMO2 = Olmo2Config(
-    layers=2, hidden=32, heads=4, key_value_heads=2, head_size=8, inner=48, vocab_size=50, vocab_multiple=16,
-    max_positions=16,
-)  # fmt: skip
-
-
-GEMMA3 = Gemma3Config(
-    layers=2, hidden=32, heads=4, key_value_heads=2, head_size=8, inner=48, vocab_size=50, vocab_multiple=16,
-    max_positions=16, window=5, global_every=2,
-)  # fmt: skip
-
-
-MOE = MoeConfig(
-    layers=2, hidden=32, heads=4, key_value_heads=2, head_size=8, inner=24, experts=6, experts_per_token=2,
-    vocab_size=50, vocab_multiple=16, max_positions=16,
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("documents", [lambda *ids: None, documents_of], ids=["across documents", "inside documents"])
+@KINDS
 @pytest.mark.parametrize("model", [GEMMA3, MOE], ids=["a window", "experts"])
 def test_texts_equal_those_without_a_cache(tokenizer, model, documents):
     stage = random_stage(model, GridSizes())
@@ -160,9 +123,6 @@ def test_texts_equal_those_without_a_cache(tokenizer, model, documents):
     assert len(set(" ".join(texts).split())) > 5
 
 
-MODELS = [TINY_MODEL, LLAMA, OLMO2, GEMMA3, MOE]
-
-
 @pytest.fixture(scope="module")
 def serial_texts(ranks, tokenizer):
     """Return the continuations on one device."""
@@ -173,9 +133,8 @@ def serial_texts(ranks, tokenizer):
 
 def shared_text_on_grid(model, parallel, devices, tokenizer_json):
     """On a rank: the continuation of a prompt whose segments the ranks have, and the shapes of its forwards."""
-    config = Config(
-        model=model, train=TrainConfig(seq_len=24, batch_size=4, seed=3), parallel=ParallelConfig(**parallel)
-    )
+    train = TrainConfig(seq_len=24, batch_size=4, seed=3)
+    config = Config(model=model, train=train, parallel=ParallelConfig(**parallel))
     stage = connected_stage(resolve(config, devices))
     magnify(stage)
     seen: list[tuple[int, ...]] = []

@@ -14,9 +14,10 @@ from gpt4d.data.packing import PackedSequences
 from gpt4d.data.prepare import corpus as prepared
 from gpt4d.data.sampler import Blend, Sequences
 from tests.support.chat import chat_overrides
+from tests.support.data_files import blend_of, three_sources
 from tests.support.grids import build_model, full, hf_model, metric_lines, on_grid, train_in_rank
-from tests.task.test_finetuning import summed_loss
-from tests.test_trainer import plain_torch_run
+from tests.support.task_oracles import summed_loss
+from tests.support.training import losses_and_norms, plain_torch_run
 
 WEIGHTS = [0.6, 0.3, 0.1]
 SETTINGS = ["train.steps=6", "train.batch_size=8", "logging.every=2", "train.validate_every=2", "optim.warmup_steps=2"]
@@ -24,18 +25,11 @@ SETTINGS = ["train.steps=6", "train.batch_size=8", "logging.every=2", "train.val
 
 def text_blend(tiny, directory):
     """Prepare three sources of text with one tokenizer, and return the overrides of a run on their blend."""
-    own = prepared(tiny().data).first.directory
-    paths = [own]
-    for name, words in (("other", "kappa iota theta eta zeta "), ("digits", "0123 456 ")):
-        (directory / f"{name}.txt").write_text(words * 300)
-        settings = f"data.path={directory / name}.txt", f"data.tokenizer={own}", "data.validation_fraction=0"
-        paths.append(prepared(tiny(*settings, f"data.name={name}").data).first.directory)
-    return blend_of(paths)
+    return weighted(three_sources(tiny().data.path, directory))
 
 
-def blend_of(paths):
-    weights = ", ".join(f"{path}: {weight}" for path, weight in zip(paths, WEIGHTS, strict=False))
-    return ["data=blend", f"data.blend={{{weights}}}"]
+def weighted(paths):
+    return blend_of(dict(zip(paths, WEIGHTS, strict=False)))
 
 
 def chat_blend(tiny, directory):
@@ -45,7 +39,7 @@ def chat_blend(tiny, directory):
         (directory / name).mkdir()
         overrides = chat_overrides(directory / name, count)
         paths.append(prepared(tiny(*overrides, f"data.name={name}").data).first.directory)
-    return [*blend_of(paths), *(word for word in overrides if word.startswith(("model.", "train.")))]
+    return [*weighted(paths), *(word for word in overrides if word.startswith(("model.", "train.")))]
 
 
 BLENDS = {"text": text_blend, "chat": chat_blend}
@@ -121,9 +115,9 @@ def test_the_losses_of_sources_equal_separately_computed_sums(serial, tiny, kind
 
 
 PLANS = [
-    ("text", GridSizes(2, 2, 2), ()),
+    full("text", GridSizes(2, 2, 2), ()),
     ("chat", GridSizes(1, 1, 2), ("parallel.pipeline.stages=2", "parallel.pipeline.microbatches=4")),
-    ("text", GridSizes(2), ("parallel.sequence_parallel=true", "train.loss_chunks=2", "parallel.chunks=2")),
+    ("text", GridSizes(2, 1, 2), ("parallel.sequence_parallel=true", "train.loss_chunks=2", "parallel.chunks=2")),
     full("text", GridSizes(1, 1, 1, 2), ("train.micro_batch_size=1", "train.loss_chunks=4")),
     full("text", GridSizes(2), ("parallel.mode=atp", "parallel.d1=2", "parallel.d2=1", "parallel.chunks=2")),
     full("chat", GridSizes(2, 2, 2), ("train.activation_checkpointing=full",)),
@@ -150,9 +144,7 @@ def test_a_resumed_run_has_the_losses_of_sources_of_the_uninterrupted_run(ranks,
 
 
 def train_without_sums(config):
-    from gpt4d.task.language import LanguageModeling
-
-    with mock.patch.object(LanguageModeling, "_sum_by_source", lambda *_: None):
+    with mock.patch("gpt4d.task.language.SourceLosses", lambda *_: None):
         train_in_rank(config)
 
 
@@ -160,10 +152,8 @@ def test_the_losses_of_sources_change_no_bit_of_training(ranks, serial, tiny):
     overrides, one_device = serial(tiny, "text")
     config = tiny(*overrides, *SETTINGS)
     ranks.run(1, train_without_sums, config)
-    plain, with_sums = metric_lines(config.run.dir), metric_lines(one_device.run.dir)
-    assert all("sources" not in line for line in plain)
-    for key in ("loss", "grad_norm"):
-        assert [line[key] for line in plain] == [line[key] for line in with_sums]
+    assert all("sources" not in line for line in metric_lines(config.run.dir))
+    assert losses_and_norms(config) == losses_and_norms(one_device)
 
 
 def test_sources_with_one_directory_name_are_named_by_their_paths(ranks, tiny, tmp_path):
@@ -172,7 +162,7 @@ def test_sources_with_one_directory_name_are_named_by_their_paths(ranks, tiny, t
         (tmp_path / name).mkdir()
         (tmp_path / name / "tokens").symlink_to(own)
     paths = [tmp_path / name / "tokens" for name in ("a", "b")]
-    config = tiny(*blend_of(paths), "train.steps=1")
+    config = tiny(*weighted(paths), "train.steps=1")
     ranks.run(1, train_in_rank, config)
     (found,) = losses(config.run.dir)
     assert list(found) == [str(path) for path in paths] and json.dumps(found)

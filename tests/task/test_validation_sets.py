@@ -1,32 +1,27 @@
 """Validation sets: losses, perplexities and bits per byte equal plain torch's on every plan and change no training."""
 
-import json
+import copy
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
-from gpt4d.config import ConfigError, GridSizes
+from gpt4d.config import GridSizes
 from gpt4d.data.packing import PackedSequences
 from gpt4d.data.prepare import corpus as prepared
 from gpt4d.validation import validate
 from tests.support.chat import chat_overrides, conversations, write_lines
-from tests.support.grids import build_model, full, hf_model, metric_lines, on_grid, train_in_rank
+from tests.support.data_files import documents_of, one_line
+from tests.support.grids import build_model, full, hf_model, on_grid, train_in_rank
 from tests.support.rank_pool import RankFailure
 from tests.support.settings import configured
-from tests.task.test_finetuning import summed_loss
-from tests.test_trainer import mean_loss, plain_torch_run
+from tests.support.task_oracles import expected_metrics, metrics_of, summed_loss, validations
+from tests.support.training import losses_and_norms, mean_loss, plain_torch_run
 
 STEPS = [
-    "train.steps=4",
-    "train.batch_size=8",
-    "train.validate_every=2",
-    "train.validation_batches=3",
-    "train.seq_len=32",
-]
+    "train.steps=4", "train.batch_size=8", "train.validate_every=2", "train.validation_batches=3", "train.seq_len=32",
+]  # fmt: skip
 TEMPLATE = "{% for message in messages %}{{ message.role[0] }}{{ message.content }}.{% endfor %}"
 BOOK, LINES = "beta gamma é € delta alpha ", "zeta eta theta \U0001f600 iota "
 
@@ -51,63 +46,30 @@ def sets(tiny, tmp_path):
     return "data.validation={" + ", ".join(f"{name}: {path}" for name, path in paths.items()) + "}"
 
 
-def validations(run_dir):
-    """Return the validation lines of a run without the time."""
-    lines = map(json.loads, (Path(run_dir) / "metrics.jsonl").read_text().splitlines())
-    return [
-        {key: value for key, value in line.items() if key not in ("time", "elapsed_s")}
-        for line in lines
-        if line.get("event") == "validation"
-    ]
-
-
 def final_metrics(run_dir):
     """Return all metrics of the last validation of a run."""
     last = validations(run_dir)[-1]
     return [value for each in (last, *last["sets"].values()) for value in metrics_of(each)]
 
 
-def metrics_of(values):
-    return [values[key] for key in ("loss", "perplexity", "bits_per_byte")]
+def trained_models(config):
+    """Return transformers' model after the steps of a run, and the averages of its weights, in plain torch."""
+    model = hf_model(build_model(config.model, GridSizes(), torch.float32, seed=config.train.seed))
+    averages = copy.deepcopy(model)
 
-
-def expected_metrics(model, tokenizer, documents, config):
-    """Return the metrics of the first windows of texts by transformers' model; the bytes of targets are decoded."""
-    length, end = config.train.seq_len, tokenizer.token_to_id("<|endoftext|>")
-    encoded = [torch.tensor([*tokenizer.encode(text).ids, end]) for text in documents]
-    tokens, windows = torch.cat(encoded), config.train.batch_size * config.train.validation_batches
-    windows = min(windows, (len(tokens) - 1) // length // config.train.batch_size * config.train.batch_size)
-    used = windows * length
-    ids, targets = tokens[:used].view(-1, length), tokens[1 : used + 1].view(-1, length)
-    with torch.no_grad():
-        loss = F.cross_entropy(model(ids).logits.flatten(0, 1), targets.flatten()).item()
-    # The targets as one text: only its two ends may lie within a character, whose bytes are counted one by one.
-    text = tokenizer.decode(tokens[: used + 1].tolist(), skip_special_tokens=True).encode().rstrip("\ufffd".encode())
-    tail = sum(len(tokenizer.id_to_token(token)) for token in trailing_bytes(tokenizer, tokens[: used + 1].tolist()))
-    first = len(tokenizer.id_to_token(int(tokens[0])))
-    nbytes = len(text) + tail - first
-    return [loss, math.exp(loss), loss * used / math.log(2) / nbytes]
-
-
-def trailing_bytes(tokenizer, ids):
-    """Return the last tokens of ``ids`` that do not complete a character."""
-    count = 0
-    while tokenizer.decode(ids[: len(ids) - count]).endswith("\ufffd"):
-        count += 1
-    return ids[len(ids) - count :]
-
-
-def trained_model(config):
-    """Return transformers' model after the steps of a run, in plain torch."""
-    models = []
+    def update(step):
+        decay = min(config.optim.ema_decay or 0, step / (step + 9))
+        with torch.no_grad():
+            for average, weight in zip(averages.parameters(), model.parameters(), strict=True):
+                average += (1 - decay) * (weight - average)
 
     def loss_of(model, step):
-        models[:] = [model]
+        update(step)
         return mean_loss(config)(model, step)
 
-    start = build_model(config.model, GridSizes(), torch.float32, seed=config.train.seed)
-    plain_torch_run(config, hf_model(start), loss_of)
-    return models[0]
+    plain_torch_run(config, model, loss_of)
+    update(config.train.steps)
+    return model, averages
 
 
 def expected_chat(model, directory, config):
@@ -130,7 +92,7 @@ def expected_chat(model, directory, config):
 def test_the_metrics_of_validation_sets_equal_plain_torch(ranks, tiny, sets, tmp_path):
     config = tiny(*STEPS, sets)
     ranks.run(1, train_in_rank, config)
-    model, files = trained_model(config), prepared(config.data).first
+    (model, _), files = trained_models(config), prepared(config.data).first
     tokenizer = files.tokenizer()
     first, last = validations(config.run.dir)
     assert (first["step"], last["step"]) == (2, 4) and last["sets"].keys() == {"books", "lines", "chat"}
@@ -143,41 +105,14 @@ def test_the_metrics_of_validation_sets_equal_plain_torch(ranks, tiny, sets, tmp
     assert metrics_of(last["sets"]["chat"]) == pytest.approx(expected_chat(model, chat, config), rel=1e-5)
 
 
-def documents_of(files, split):
-    return np.split(files.tokens(split)[:], files.document_ends(split)[:-1])
-
-
 def test_validation_sets_change_no_bit_of_training_and_of_the_held_out_loss(ranks, tiny, sets, tmp_path):
     found = []
     for name, more in (("without", ()), ("with", (sets,))):
         config = tiny(*STEPS, *more, f"run.dir={tmp_path / name}")
         ranks.run(1, train_in_rank, config)
-        validation = validations(config.run.dir)
-        steps = [(line["loss"], line["grad_norm"]) for line in metric_lines(config.run.dir)]
-        found.append((steps, [{key: value for key, value in line.items() if key != "sets"} for line in validation]))
+        validation = [{k: value for k, value in line.items() if k != "sets"} for line in validations(config.run.dir)]
+        found.append((losses_and_norms(config), validation))
     assert found[0] == found[1] and len(found[0][1]) == 2
-
-
-def averaged_model(config):
-    """Return transformers' model with the averages of its weights in a run, in plain torch."""
-    average: list[torch.Tensor] = []
-
-    def update(model, step):
-        weights = [parameter.detach().clone() for parameter in model.parameters()]
-        decay = min(config.optim.ema_decay, step / (step + 9))
-        average[:] = [a + (1 - decay) * (w - a) for a, w in zip(average or weights, weights, strict=True)]
-
-    def loss_of(model, step):
-        update(model, step)
-        return mean_loss(config)(model, step)
-
-    model = hf_model(build_model(config.model, GridSizes(), torch.float32, seed=config.train.seed))
-    plain_torch_run(config, model, loss_of)
-    update(model, config.train.steps)
-    with torch.no_grad():
-        for parameter, value in zip(model.parameters(), average, strict=True):
-            parameter.copy_(value)
-    return model
 
 
 def test_averaged_weights_have_a_validation_loss_of_their_own(ranks, tiny, tmp_path):
@@ -190,23 +125,21 @@ def test_averaged_weights_have_a_validation_loss_of_their_own(ranks, tiny, tmp_p
         ranks.run(count, train_in_rank, run)
     files = prepared(config.data).first
     held_out = [files.tokenizer().decode(ids.tolist()) for ids in documents_of(files, "validation")]
-    expected, *_ = expected_metrics(averaged_model(config), files.tokenizer(), held_out, config)
+    expected, *_ = expected_metrics(trained_models(config)[1], files.tokenizer(), held_out, config)
     for run in (config, on_stages):
         last = validations(run.run.dir)[-1]
         assert last["average_loss"] == pytest.approx(expected, rel=1e-5)
         assert last["loss"] != pytest.approx(expected, rel=1e-3)
-    losses = [[line["loss"] for line in metric_lines(run.run.dir)] for run in (config, without)]
-    assert losses[0] == losses[1]
-    assert [line["loss"] for line in validations(config.run.dir)] == [
-        line["loss"] for line in validations(without.run.dir)
-    ]
+    assert losses_and_norms(config) == losses_and_norms(without)
+    with_averages, plain = ([line["loss"] for line in validations(run.run.dir)] for run in (config, without))
+    assert with_averages == plain
 
 
 PLANS = [
-    (GridSizes(2, 2, 2), ()),
+    full(GridSizes(2, 2, 2), ()),
     (GridSizes(1, 1, 2), ("parallel.pipeline.stages=2", "parallel.pipeline.microbatches=2", "train.loss_chunks=2")),
     full(GridSizes(1, 1, 1, 2), ("train.micro_batch_size=2", "parallel.chunks=2")),
-    full(GridSizes(2, 1, 2), ("parallel.sequence_parallel=true",)),
+    (GridSizes(2, 1, 2), ("parallel.sequence_parallel=true",)),
 ]
 
 
@@ -235,7 +168,7 @@ def sequences_of(config):
 
     trainer = Trainer(validate(config, 1), torch.device("cpu"))
     try:
-        return {name: len(source.tokens) for name, source in trainer.task._sets.items()}
+        return {name: len(found.source.tokens) for name, found in trainer.task.validation.items()}
     finally:
         trainer.task.close()
         trainer.checkpoints.close()
@@ -266,46 +199,33 @@ def test_json_lines_are_conversations_for_a_run_on_conversations(ranks, tiny, tm
     assert metrics_of(lines) == pytest.approx(metrics_of(tokens), rel=1e-5) and lines["loss"] != line["loss"]
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (
-            "7",
-            r"data\.validation=7: not a map of names to token directories, prefixes or globs of files; use 'data",
-        ),
-        ("{}", r"data\.validation=\{\}: not a map"),
-        ("{books: 3}", r"data\.validation=\{'books': 3\}: not a map"),
-        ("{my books: tests}", r"data\.validation=.*: 'my books' is not a name of a validation set; use letters"),
-        ("{held_out: 'tests/*.py'}", r"data\.validation\.held_out=tests/\*\.py: held_out is the name of the docum"),
-        ("{books: tests}", r"data\.validation\.books=tests: a directory without token files; use a directory that"),
-        ("{books: 'tests/*.x'}", r"data\.validation\.books=tests/\*\.x: matches no file; use a path or glob"),
-        ("{books: 'test*'}", r"data\.validation\.books=test\*: matches directories only; use"),
-    ],
-)
-def test_the_error_for_impossible_validation_sets_comes_before_a_process_group(tiny, value, message):
-    with pytest.raises(ConfigError, match=message):
-        validate(tiny(f"data.validation={value}"), 1)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["model=unet_tiny", "data=blue_marble"], r"data\.validation=.*: model=unet_tiny is trained on images"),
-        (["train.validation_batches=0"], r"data\.validation=.*: train\.validation_batches=0 does not read it; set"),
-    ],
-)
-def test_validation_sets_that_a_run_does_not_read_are_rejected(overrides, message):
-
-    with pytest.raises(ConfigError, match=message):
-        validate(configured(["data.validation={code: 'tests/*.py'}", *overrides]), 1)
+def test_the_error_for_impossible_validation_sets_comes_before_a_process_group(tiny, tmp_path):
+    (tmp_path / "set.py").touch()
+    start, invalid = r"^data\.validation", "a map of names to token directories, prefixes or globs of files; use 'data"
+    for value, message in (
+        ("7", rf"=7: not {invalid}"),
+        ("{}", r"=\{\}: not a map"),
+        ("{books: 3}", r"=\{'books': 3\}: not a map"),
+        ("{my books: tests}", "=.*: 'my books' is not a name of a validation set; use letters"),
+        (f"{{held_out: '{tmp_path}/*.py'}}", rf"\.held_out={tmp_path}/\*\.py: held_out is the name of the docum"),
+        (f"{{books: {tmp_path}}}", rf"\.books={tmp_path}: a directory without token files; use a directory that"),
+        (f"{{books: '{tmp_path}/*.x'}}", rf"\.books={tmp_path}/\*\.x: matches no file; use a path or glob"),
+        (f"{{books: '{tmp_path}*'}}", rf"\.books={tmp_path}\*: matches directories only; use"),
+    ):
+        with one_line(start + message):
+            validate(tiny(f"data.validation={value}"), 1)
+    for overrides, message in (
+        (["model=unet_tiny", "data=blue_marble"], "=.*: model=unet_tiny is trained on images"),
+        (["train.validation_batches=0"], r"=.*: train\.validation_batches=0 does not read it; set"),
+    ):
+        with one_line(start + message):
+            validate(configured([f"data.validation={{code: '{tmp_path}/*.py'}}", *overrides]), 1)
 
 
 def test_the_error_for_a_short_set_and_for_another_tokenizer_names_the_set(ranks, tiny, tmp_path):
     (tmp_path / "short.txt").write_text(BOOK)
     short = tiny(f"data.validation={{books: {tmp_path}/*.txt}}")
-    with pytest.raises(
-        RankFailure, match=r"data\.validation\.books=.*/\*\.txt: \d+ tokens are less than a batch of 16"
-    ):
+    with pytest.raises(RankFailure, match=r"validation\.books=.*/\*\.txt: \d+ tokens are less than a batch of 16"):
         ranks.run(1, train_in_rank, short)
     other = prepared(tiny("data.tokenizer_vocab=280").data).first
     config = tiny(f"data.validation={{books: {other.directory}}}")

@@ -22,7 +22,7 @@ from gpt4d.parallel.comm.stats import CommStats, InFlightCollective
 from gpt4d.parallel.comm.transport import Transport
 from gpt4d.parallel.symbolic.kernels import SUM
 
-_PROBE_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 22}
+PROBE_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 22}
 
 
 @dataclass(eq=False)
@@ -188,7 +188,7 @@ def start_messages(
 
 def probes(axes: Mapping[str, Axis], device: torch.device) -> dict[str, Callable[[], None]]:
     """Return one small all-reduce for each axis, by the axis's name: for preflight checks."""
-    elements = _PROBE_ELEMENTS[device.type]
+    elements = PROBE_ELEMENTS[device.type]
 
     def exchange(axis: Axis) -> None:
         axis.all_reduce(torch.ones(elements, device=device))[0].item()

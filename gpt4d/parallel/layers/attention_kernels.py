@@ -85,12 +85,13 @@ def window_mask(q, documents: Documents | None, cache: KeyValueCache | None, win
 
 def takes_documents(q: torch.Tensor) -> bool:
     """Return whether torch's variable-length flash attention supports queries with the dtype and size of ``q``."""
-    if not _has_variable_length_attention(q.device) or q.dtype not in (torch.bfloat16, torch.float16):
+    if not has_variable_length_attention(q.device) or q.dtype not in (torch.bfloat16, torch.float16):
         return False
     return q.shape[-1] % 8 == 0 and q.shape[-1] <= 192  # some GPUs do not support the backward for larger heads
 
 
-def _has_variable_length_attention(device: torch.device) -> bool:
+def has_variable_length_attention(device: torch.device) -> bool:
+    """Return whether torch has variable-length flash attention for a device."""
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 0)
 
 

@@ -10,7 +10,7 @@ from gpt4d.parallel.layers.context_attention import Block
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.sequence import segments_of
 
-_aten = torch.ops.aten
+aten = torch.ops.aten
 
 
 def in_sequence_order(gathered, ranks: int):
@@ -59,7 +59,7 @@ def block_attention(q, k, v, mask: torch.Tensor | Packed | None, block: Block, s
     if takes_documents(q) and not isinstance(mask, torch.Tensor):
         return _flash_attention(q, k, v, mask, block.causal, scale)
     if q.is_cpu:
-        out, statistics = _aten._scaled_dot_product_flash_attention_for_cpu(
+        out, statistics = aten._scaled_dot_product_flash_attention_for_cpu(
             *_heads_first(q, k, v), 0.0, block.causal, attn_mask=mask, scale=scale
         )
         if isinstance(mask, torch.Tensor):  # torch's statistics of queries without a key are 0
@@ -82,7 +82,7 @@ def block_gradients(d_out, q, k, v, out, statistics, mask, block: Block, scale: 
         return _flash_gradients(d_out, q, k, v, out, statistics, mask, block.causal, scale)
     d_out, q, k, v, out = _heads_first(d_out, q, k, v, out)
     if q.is_cpu:
-        found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             d_out, q, k, v, out, statistics, 0.0, block.causal, attn_mask=mask, scale=scale
         )
     else:
@@ -100,11 +100,11 @@ def _flash_attention(q, k, v, packed: Packed | None, causal: bool, scale: float 
     """Return output [B, n, h, s] and log-sum-exp [B, h, n] of FlashAttention on a GPU."""
     batch, lengths = len(q), (q.shape[1], k.shape[1])
     if packed is None:
-        out, statistics, *_ = _aten._flash_attention_forward(
+        out, statistics, *_ = aten._flash_attention_forward(
             q, k, v, None, None, *lengths, 0.0, causal, False, scale=scale
         )
         return out, statistics
-    out, statistics, *_ = _aten._flash_attention_forward(
+    out, statistics, *_ = aten._flash_attention_forward(
         *_concatenated(q, k, v), packed.queries, packed.keys, *lengths, 0.0, packed.causal, False, scale=scale,
         **_limits(packed),
     )  # fmt: skip
@@ -117,10 +117,10 @@ def _flash_gradients(d_out, q, k, v, out, statistics, packed: Packed | None, cau
     batch, lengths = len(q), (q.shape[1], k.shape[1])
     state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)  # of dropout
     if packed is None:
-        return _aten._flash_attention_backward(
+        return aten._flash_attention_backward(
             d_out, q, k, v, out, statistics.contiguous(), None, None, *lengths, 0.0, causal, state, unused, scale=scale
         )
-    found = _aten._flash_attention_backward(
+    found = aten._flash_attention_backward(
         *_concatenated(d_out, q, k, v, out), statistics.transpose(0, 1).flatten(1), packed.queries, packed.keys,
         *lengths, 0.0, packed.causal, state, unused, scale=scale, **_limits(packed),
     )  # fmt: skip

@@ -286,16 +286,16 @@ class ExpertsSpec(LayerSpec):
         axis = layer.context.expert_axis
         own = self.experts // axis.size
         rows_of_ranks = axis.start_all_to_all(sent.rows, [own] * axis.size, [own] * axis.size).wait()
-        sent_rows, received_rows = _rows_of_ranks(sent, rows_of_ranks, axis.size)
+        sent_rows, received_rows = rows_per_rank(sent, rows_of_ranks, axis.size)
         experts = experts_of_rows(rows_of_ranks, axis.size, sum(received_rows))
         return _Transfer(sent_rows, received_rows, _Order(*in_expert_order(experts, own)))
 
 
-def _rows_of_ranks(sent: _Order, rows_of_ranks: Any, ranks: int) -> tuple[list[int], list[int]]:
+def rows_per_rank(sent: _Order, rows_of_ranks: Any, ranks: int) -> tuple[list[int], list[int]]:
     """Return the numbers of rows that this rank sends to each rank and receives from it, on the host."""
     if isinstance(rows_of_ranks, SymbolicTensor):
         total, device = sent.order.shape[0], rows_of_ranks.device
-        return _shares(total, ranks), _shares(round(total * device.imbalance), ranks)
+        return equal_shares(total, ranks), equal_shares(round(total * device.imbalance), ranks)
     sent_rows, received_rows = sent.rows, rows_of_ranks
     both = sent_rows.new_empty((2, ranks))
     for row, counts in zip(both, (sent_rows, received_rows), strict=True):
@@ -304,7 +304,7 @@ def _rows_of_ranks(sent: _Order, rows_of_ranks: Any, ranks: int) -> tuple[list[i
     return first, second
 
 
-def _shares(total: int, ranks: int) -> list[int]:
+def equal_shares(total: int, ranks: int) -> list[int]:
     """Return near-equal numbers of rows of ``ranks`` ranks."""
     return [total // ranks + (rank < total % ranks) for rank in range(ranks)]
 

@@ -52,13 +52,14 @@ def packed(shard, scale):
     """Write the values and the scale into a vector of bytes."""
     out = shard.new_empty(shard.numel() + SCALE_BYTES, dtype=torch.uint8)
     values, of_values = unpacked(out, len(shard))
-    _write_values(values, shard.flatten(1), scale)
+    write_values(values, shard.flatten(1), scale)
     of_values.copy_(scale)
     return out
 
 
 @fused
-def _write_values(out: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> None:
+def write_values(out: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> None:
+    """Write the transpose of ``weight``, divided by ``scale``."""
     out.copy_(weight.t().float() / scale)
 
 
@@ -70,13 +71,14 @@ def joined(shards, parts: int, rows: int):
     out = shards.new_empty(len(shards) - (parts - 1) * SCALE_BYTES)
     values, scale = unpacked(out, parts * rows)
     shard_values = by_shard[:, :-SCALE_BYTES].view(getattr(torch, VALUES)).unflatten(1, (-1, rows))
-    _write_joined(values.unflatten(1, (parts, rows)), shard_values, scales / largest)
+    write_joined(values.unflatten(1, (parts, rows)), shard_values, scales / largest)
     scale.copy_(largest)
     return out
 
 
 @fused
-def _write_joined(out: torch.Tensor, shards: torch.Tensor, factors: torch.Tensor) -> None:
+def write_joined(out: torch.Tensor, shards: torch.Tensor, factors: torch.Tensor) -> None:
+    """Write ``shards``, multiplied by ``factors``, with their first dim second."""
     out.copy_((shards.float() * factors.unsqueeze(-1)).movedim(0, 1))
 
 

@@ -35,7 +35,7 @@ def sums_of_exponentials(logits, largest, columns: int):
     """Return ``Σ exp(logits - largest)`` of each row, computed in blocks of rows."""
     sums = torch.empty_like(largest)
     for rows in _blocks(logits):
-        sums[rows] = _sum_of_exponentials(logits[rows, :columns], largest[rows])
+        sums[rows] = sum_of_exponentials(logits[rows, :columns], largest[rows])
     return sums
 
 
@@ -80,7 +80,7 @@ def target_gradients(logits, d_loss, largest, normalizer, local, elsewhere, z_lo
 def softmax_(logits, largest, scale, columns: int):
     """Replace the first ``columns`` logits by ``exp(logits - largest) · scale``, in blocks of rows."""
     for rows in _blocks(logits):
-        _write_softmax(logits[rows, :columns], largest[rows], scale[rows])
+        write_softmax(logits[rows, :columns], largest[rows], scale[rows])
     return logits
 
 
@@ -115,12 +115,13 @@ def _shifted(logits: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
 
 
 @fused
-def _sum_of_exponentials(logits: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+def sum_of_exponentials(logits: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the last dim, relative to the largest logit."""
     return _shifted(logits, largest).exp_().sum(-1)
 
 
 @fused
-def _write_softmax(logits: torch.Tensor, largest: torch.Tensor, scale: torch.Tensor) -> None:
+def write_softmax(logits: torch.Tensor, largest: torch.Tensor, scale: torch.Tensor) -> None:
     """Replace ``logits`` by ``exp(logits - largest) · scale``."""
     if logits.dtype == largest.dtype:
         logits.sub_(largest[:, None]).exp_().mul_(scale[:, None])

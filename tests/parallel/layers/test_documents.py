@@ -19,14 +19,8 @@ from gpt4d.parallel.sharded_weights import ShardedWeights
 from tests.parallel.layers.oracle import normal
 
 END = 0
-IDS = torch.tensor(
-    [
-        [0, 3, 3, 0, 0, 4, 4, 0],  # documents of one token
-        [1, 1, 1, 1, 1, 1, 1, 0],
-        [1, 1, 1, 1, 1, 1, 1, 1],  # no document ends
-        [1, 0, 1, 1, 0, 1, 1, 1],
-    ]
-)
+ROWS = "03300440", "11111110", "11111111", "10110111"  # also documents of one token, and no end of a document
+IDS = torch.tensor([[*map(int, row)] for row in ROWS])
 SEQUENCES, LENGTH = IDS.shape
 HEADS, SIZE = 4, 8
 
@@ -69,31 +63,25 @@ def test_the_number_of_starts_is_a_power_of_two(ends):
     assert starts[2 * len(ends) + 2 :].tolist() == [ids.numel()] * (len(starts) - 2 * len(ends) - 2)
 
 
-def kernel(q, k, v, q_starts, k_starts, longest_q, longest_k, scale, window_size, enable_gqa):
+def kernel(q, k, v, *arguments, enable_gqa, **options):
     """Attention as torch.nn.attention.varlen describes it, whose keys and values may have fewer heads."""
     assert enable_gqa
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    return kernel_of_torch_2_11(q, k, v, q_starts, k_starts, longest_q, longest_k, scale, window_size)
+    return kernel_of_torch_2_11(q, k, v, *arguments, **options)
 
 
 def kernel_of_torch_2_11(q, k, v, q_starts, k_starts, longest_q, longest_k, scale, window_size):
     """Attention as torch.nn.attention.varlen describes it: here each token attends to itself and those before it."""
-    assert q.shape == k.shape == v.shape
-    before, behind = window_size
-    assert behind == 0 and longest_q == longest_k == LENGTH
-    edges = q_starts.tolist()
+    (before, behind), edges = window_size, q_starts.tolist()
+    assert q.shape == k.shape == v.shape and behind == 0 and longest_q == longest_k == LENGTH
     assert edges == k_starts.tolist() and edges[-1] == len(q)
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     mask = mask if before == -1 else mask.triu(-before)
-    rows = [
-        F.scaled_dot_product_attention(
-            *(x[start:stop].transpose(0, 1) for x in (q, k, v)),
-            attn_mask=mask[: stop - start, : stop - start],
-            scale=scale,
-        )
-        for start, stop in itertools.pairwise(edges)
-    ]
-    return torch.cat([part.transpose(0, 1) for part in rows])
+    rows = []
+    for start, stop in itertools.pairwise(edges):
+        heads, own = (x[start:stop].transpose(0, 1) for x in (q, k, v)), mask[: stop - start, : stop - start]
+        rows.append(F.scaled_dot_product_attention(*heads, attn_mask=own, scale=scale).transpose(0, 1))
+    return torch.cat(rows)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 2, "scale": 0.3}], ids=["whole", "window"])

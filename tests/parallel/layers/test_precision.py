@@ -16,18 +16,9 @@ from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layers.norm import LayerNormFunction, LayerNormSpec
 from gpt4d.parallel.layers.sequence import TokenIndex
 from gpt4d.parallel.sharded_weights import ShardedWeights
+from tests.parallel.layers.oracle import filled, normal
 
 FEATURES, TOKENS = 16, (8, 32)
-IDS = torch.randint(20, TOKENS, generator=torch.Generator().manual_seed(3))
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def close(gradient, exact):
-    assert gradient.dtype == torch.float32
-    assert (gradient.double() - exact).norm() < 1e-5 * exact.norm()  # rounding to bf16 costs 1e-3
 
 
 class Twins:
@@ -47,92 +38,86 @@ def weights():
     return ShardedWeights(Context(Grid.single_device(), torch.bfloat16))
 
 
-@pytest.fixture
-def x():
-    return normal(*TOKENS, FEATURES).bfloat16().requires_grad_()
+def rows(*shape, seed=0):
+    return normal(*shape, FEATURES, seed=seed).bfloat16()
 
 
-@pytest.fixture
-def upstream():
-    return normal(*TOKENS, FEATURES, seed=1).bfloat16()
+def check(weights, layer, ours, theirs, x):
+    """Compare the parameters' gradients of ``ours(x)`` with those of ``theirs(parameters, x)`` in float64.
+
+    Return outputs and gradients of x of both.
+    """
+    parameters, wholes = filled(weights, layer)
+    leaves = {name: whole.float().double().requires_grad_() for name, whole in wholes.items()}
+    wide = x.double().requires_grad_()
+    out, expected = ours(x.requires_grad_()), theirs(leaves, wide)
+    upstream = normal(*out.shape, seed=1).bfloat16()
+    out.backward(upstream)
+    weights.finish()
+    expected.backward(upstream.double())
+    for name, parameter in parameters.items():
+        gradient, exact = parameter.grad, leaves[name].grad
+        assert gradient.dtype == torch.float32
+        assert (gradient.double() - exact).norm() < 1e-5 * exact.norm()  # rounding to bf16 costs 1e-3
+    return (out, x.grad), (expected, wide.grad)
 
 
-def test_weight_and_bias_of_a_linear_layer(weights, x, upstream):
+def tokens_of(weights, documents=None):
+    return TokenIndex(torch.arange(TOKENS[0]), TOKENS[1], weights.context.grid.axis(None), documents)
+
+
+def test_weight_and_bias_of_a_linear_layer(weights):
     layer = Layer(LinearSpec(FEATURES, FEATURES), weights)
-    run_alone(layer(x)).backward(upstream)
-    weights.finish()
-    wide, d_out = x.detach().double().flatten(0, 1), upstream.double().flatten(0, 1)
-    close(layer.weight.grad, wide.t() @ d_out)
-    close(layer.bias.grad, d_out.sum(0))
+    check(weights, layer, lambda x: run_alone(layer(x)), lambda p, x: x @ p["weight"] + p["bias"], rows(*TOKENS))
 
 
-def test_a_tied_table_in_the_head_and_in_the_lookup(weights, x, upstream):
-    table = Layer(TokenEmbeddingSpec(FEATURES, FEATURES), weights)
-    run_alone(Layer(TiedHeadSpec(), weights)(x, table.weight)).backward(upstream)
-    weights.finish()
-    close(table.weight.grad, upstream.double().flatten(0, 1).t() @ x.detach().double().flatten(0, 1))
+def test_a_tied_table_in_the_head_and_in_the_lookup(weights):
+    table, head = Layer(TokenEmbeddingSpec(FEATURES, FEATURES), weights), Layer(TiedHeadSpec(), weights)
+    check(weights, table, lambda x: run_alone(head(x, table.weight)), lambda p, x: x @ p["weight"].T, rows(*TOKENS))
     table = Layer(TokenEmbeddingSpec(20, FEATURES), weights)
-    table(IDS, TokenIndex(torch.arange(TOKENS[0]), TOKENS[1], weights.context.grid.axis(None))).backward(
-        upstream.flatten(0, 1)
-    )
-    weights.finish()
-    close(table.weight.grad, F.one_hot(IDS.flatten(), 20).double().t() @ upstream.double().flatten(0, 1))
+    ids, tokens = torch.randint(20, TOKENS, generator=torch.Generator().manual_seed(3)), tokens_of(weights)
+
+    def plain(parameters, x):
+        return x + F.embedding(ids.flatten(), parameters["weight"])
+
+    check(weights, table, lambda x: x + table(ids, tokens), plain, rows(ids.numel()))
 
 
 @pytest.mark.parametrize("documents", [None, Documents.ending_with(1, torch.zeros(TOKENS))], ids=["plain", "documents"])
-def test_a_position_table(weights, upstream, documents):
+def test_a_position_table(weights, documents):
     table = Layer(PositionEmbeddingSpec(40, FEATURES), weights)
-    tokens, x = (
-        TokenIndex(torch.arange(TOKENS[0]), TOKENS[1], weights.context.grid.axis(None), documents),
-        upstream.flatten(0, 1),
-    )
-    table(x, tokens).backward(x)
-    close(table.weight.grad, F.pad(upstream.double().sum(0), (0, 0, 0, 8)))
+    tokens = tokens_of(weights, documents)
+
+    def plain(parameters, x):
+        return x + parameters["weight"][: TOKENS[1]].repeat(TOKENS[0], 1)
+
+    check(weights, table, lambda x: table(x, tokens), plain, rows(TOKENS[0] * TOKENS[1]))
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["whole features", "split features"])
-def test_weight_and_bias_of_a_norm(weights, x, upstream, split):
+def test_weight_and_bias_of_a_norm_and_its_output(weights, split):
     layer = Layer(LayerNormSpec(FEATURES), weights)
-    with torch.no_grad():
-        layer.weight.copy_(normal(FEATURES, seed=2)), layer.bias.zero_()
-    arguments = layer.weight, layer.bias, Twins(), layer.spec.epsilon
-    _, out = LayerNormFunction.apply(x, None, *arguments) if split else layer(x)
-    out.backward(upstream)
-    exact = F.layer_norm(x.detach().double(), (FEATURES,)) * upstream.double()
-    close(layer.weight.grad, exact.sum((0, 1)))
-    close(layer.bias.grad, upstream.double().sum((0, 1)))
 
+    def ours(x):
+        arguments = layer.weight, layer.bias, Twins(), layer.spec.epsilon
+        return (LayerNormFunction.apply(x, None, *arguments) if split else layer(x))[1]
 
-def test_a_norm_of_bf16_features_is_that_of_their_values(weights, x, upstream):
-    layer = Layer(LayerNormSpec(FEATURES), weights)
-    with torch.no_grad():
-        layer.weight.copy_(normal(FEATURES, seed=2)), layer.bias.copy_(normal(FEATURES, seed=3))
-    _, out = layer(x)
-    out.backward(upstream)
-    wide = x.detach().double().requires_grad_()
-    expected = F.layer_norm(wide, (FEATURES,), layer.weight.double(), layer.bias.double())
-    expected.backward(upstream.double())
-    for ours, theirs in ((out, expected), (x.grad, wide.grad)):
-        assert ours.dtype == torch.bfloat16 and (ours - theirs).norm() < 4e-3 * theirs.norm()
+    def plain(parameters, x):
+        return F.layer_norm(x, (FEATURES,), *parameters.values())
+
+    for one, other in zip(*check(weights, layer, ours, plain, rows(*TOKENS)), strict=True):
+        assert split or (one.dtype == torch.bfloat16 and (one - other).norm() < 4e-3 * other.norm())
 
 
 def test_weight_and_bias_of_a_convolution_and_of_a_group_norm(weights):
-    pixels = (8, 16, 16, FEATURES)
-    x, upstream = normal(*pixels).bfloat16().requires_grad_(), normal(*pixels, seed=1).bfloat16()
     conv = Layer(Conv2dSpec(FEATURES, FEATURES, 3, padding=1), weights)
-    with torch.no_grad():
-        conv.weight.zero_(), conv.bias.zero_()
-    run_alone(conv(x)).backward(upstream)
-    weights.finish()
-    wide, d_out = x.detach().double(), upstream.double()
-    weight = torch.zeros(FEATURES, FEATURES, 3, 3, dtype=torch.float64, requires_grad=True)
-    (F.conv2d(wide.movedim(-1, 1), weight, padding=1) * d_out.movedim(-1, 1)).sum().backward()
-    close(conv.weight.grad, weight.grad)
-    close(conv.bias.grad, d_out.sum((0, 1, 2)))
     norm = Layer(GroupNormSpec(4, (FEATURES,)), weights)
-    with torch.no_grad():
-        norm.weight.fill_(1), norm.bias.zero_()
-    norm(x).backward(upstream)
-    exact = F.group_norm(wide.movedim(-1, 1), 4).movedim(1, -1) * d_out
-    close(norm.weight.grad, exact.sum((0, 1, 2)))
-    close(norm.bias.grad, d_out.sum((0, 1, 2)))
+
+    def plain_conv(parameters, x):
+        return F.conv2d(x.movedim(-1, 1), parameters["weight"], parameters["bias"], padding=1).movedim(1, -1)
+
+    def plain_norm(parameters, x):
+        return F.group_norm(x.movedim(-1, 1), 4, parameters["weight"], parameters["bias"]).movedim(1, -1)
+
+    check(weights, conv, lambda x: run_alone(conv(x)), plain_conv, rows(8, 16, 16))
+    check(weights, norm, norm, plain_norm, rows(8, 16, 16))

@@ -1,59 +1,48 @@
 """A stage fails, hangs, is signaled or has a non-finite loss: all stages end, save or skip the step together."""
 
 import functools
-import os
 import re
 import signal
-import threading
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from gpt4d.parallel.pipeline.runtime import LOSS, _Step
+from gpt4d.parallel.pipeline.runtime import LOSS, StageRuntime
 from gpt4d.parallel.pipeline.schedule import Action
 from gpt4d.parallel.pipeline.stage_program import StageTransfer
+from gpt4d.parallel.resharding.transfer import Resharding
 from gpt4d.runtime import watchdog
 from gpt4d.trainer import Trainer
 from gpt4d.validation import validate
-from tests.runtime.test_faults import at_step, losses, shorten_timeouts, signal_itself
+from tests.support.faults import at_step, block, fail, kill, losses, shorten_timeouts, signal_itself
 from tests.support.grids import full, metric_lines, train_in_rank
-from tests.support.jobs import LaunchedJob
+from tests.support.jobs import ended_job
 
 PIPELINE = "parallel.pipeline."
 TWO = ("train.steps=6", PIPELINE + "stages=2", PIPELINE + "microbatches=4")
+THREE = (*TWO, "model.layers=3", PIPELINE + "stages=3")
 
 
 def fail_while_it_receives(rank):
-    """In step 3, let stage 1 fail after it has started to receive what stage 2 never sends."""
-    if rank == 1:
+    """In step 3, let stage 0 fail after it has started to receive what stage 1 never sends."""
 
-        def act(trainer):
-            trainer.stage.exchange.start(StageTransfer(Action("B", 0, 2), 1), None)
-            raise ValueError("the dog ate it")
+    def act(profile):
+        profile.stage.exchange.start(StageTransfer(Action("B", 0, 1), 0), None)
+        fail()
 
+    if rank == 0:
         at_step(3, act)
-
-
-def test_an_exception_on_one_stage_ends_all_stages_with_its_message(ranks, tiny):
-    config = tiny(*TWO, "model.layers=3", PIPELINE + "stages=3")
-    with LaunchedJob(ranks.context, config, 3, fail_while_it_receives) as job:
-        assert job.exit_codes() == [1] * 3, job.outputs()
-        outputs = job.outputs()
-    assert re.search(r"error: rank 1 on \S+ failed: ValueError: the dog ate it\n$", outputs[0]), outputs[0]
-    assert "Traceback" in outputs[1] and not any("Traceback" in outputs[rank] for rank in (0, 2))
 
 
 def fail_to_send(rank):
     """In step 3, fail to send the second microbatch to stage 1. Stage 0 waits for the gradient of the first."""
-    from gpt4d.parallel.resharding.transfer import Resharding
-
     original, calls = Resharding.run, []
 
     def run(self, local):
         calls.append(self.link.axis.name)
         if calls[-1] == "stage 0 to 1" and calls.count("stage 0 to 1") == 2:
-            raise ValueError("the dog ate it")
+            fail()
         original(self, local)
 
     shorten_timeouts()
@@ -61,11 +50,18 @@ def fail_to_send(rank):
         at_step(3, lambda _: setattr(Resharding, "run", run))
 
 
-def test_an_exception_on_the_thread_of_a_link_ends_all_stages_before_they_hang(ranks, tiny):
-    config = tiny(*TWO, "model.layers=3", PIPELINE + "stages=3", PIPELINE + "schedule=zb_h1", "parallel.timeout_s=2")
-    with LaunchedJob(ranks.context, config, 3, fail_to_send) as job:
-        assert job.exit_codes() == [1] * 3, job.outputs()
-        outputs = job.outputs()
+@pytest.mark.parametrize(
+    ("settings", "prepare"),
+    [
+        pytest.param(TWO, fail_while_it_receives, id="in a step, with a pending receive"),
+        pytest.param(
+            (*THREE, PIPELINE + "schedule=zb_h1", "parallel.timeout_s=2"), fail_to_send, id="on the thread of a link"
+        ),
+    ],
+)
+def test_an_exception_on_one_stage_ends_all_stages_with_its_message_before_they_hang(ranks, tiny, settings, prepare):
+    config = tiny(*settings)
+    outputs = ended_job(ranks.context, config, [1] * config.parallel.pipeline.stages, prepare).outputs()
     assert re.search(r"error: rank 0 on \S+ failed: ValueError: the dog ate it\n", outputs[0]), outputs[0]
     assert outputs[0].count("Traceback") == 1 and not any("Traceback" in output for output in outputs[1:])
 
@@ -75,60 +71,59 @@ def kill_the_last_stage(rank):
     shorten_timeouts()
     watchdog.SILENT_AFTER_ERROR_S = 10.0
     if rank == 2:
-        at_step(5, lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        at_step(5, functools.partial(kill, signal.SIGKILL))
 
 
 def test_a_stage_that_is_lost_is_named_even_if_the_stage_before_it_is_late(ranks, tiny):
-    config = tiny(*TWO, "model.layers=3", PIPELINE + "stages=3", "parallel.timeout_s=1")
-    with LaunchedJob(ranks.context, config, 3, kill_the_last_stage) as job:
-        assert job.exit_codes() == [1, 1, -signal.SIGKILL], job.outputs()
-        output = "".join(job.outputs())
+    config = tiny(*THREE, "parallel.timeout_s=1")
+    output = "".join(ended_job(ranks.context, config, [1, 1, -signal.SIGKILL], kill_the_last_stage).outputs())
     assert re.search(r"error: (hang: .*: )?rank 2 \(stage 2\) on \S+ does not answer", output), output
     assert output.count("error:") == 1 and "rank 1" not in output.partition("error:")[2]
 
 
-def sleep_instead_of(action, rank):
-    """In step 5, let rank 0 sleep instead of computing a forward."""
-    execute = _Step._forward
+def block_forward(microbatch, begins, rank):
+    """In step 5, let rank 0 hang in a forward of the chunk that begins the model, or of its other chunk."""
+    original, forwards = StageRuntime.forward_backward, []
 
-    def sleep(step, current):
-        if str(current) == action:
-            threading.Event().wait()
-        execute(step, current)
+    def forward_backward(runtime, *arguments):
+        compute = runtime.compute
+
+        def hanging(module, part, *tensors):
+            forwards.append(part.begins)
+            return block() if forwards.count(begins) > microbatch else compute(module, part, *tensors)
+
+        runtime.compute = hanging
+        return original(runtime, *arguments)
 
     if rank == 0:
-        at_step(5, lambda _: setattr(_Step, "_forward", sleep))
+        at_step(5, lambda _: setattr(StageRuntime, "forward_backward", forward_backward))
 
 
 @pytest.mark.parametrize(
-    ("action", "edge", "chunks"),
+    ("hang", "edge", "chunks"),
     [
-        full("0F3", "stream of microbatch 3, forward from stage 0 to stage 1", ()),
+        full((3, True), "stream of microbatch 3, forward from stage 0 to stage 1", ()),
         (
-            "2F1",
+            (1, False),
             "stream of microbatch 1, forward from chunk 1 of stage 0 to chunk 1 of stage 1",
             ("model.layers=4", PIPELINE + "schedule=interleaved_1f1b", PIPELINE + "chunks_per_stage=2"),
         ),
     ],
 )
-def test_a_hang_is_reported_with_stages_edge_microbatch_and_missing_rank(ranks, tiny, action, edge, chunks):
-    config = tiny(*TWO, *chunks, "parallel.timeout_s=2")
-    with LaunchedJob(ranks.context, config, 2, functools.partial(sleep_instead_of, action)) as job:
-        assert job.exit_codes() == [1, 1]
-        output = job.outputs()[0]
+def test_a_hang_is_reported_with_stages_edge_microbatch_and_missing_rank(ranks, tiny, hang, edge, chunks):
+    config = tiny(*TWO, *chunks, "parallel.timeout_s=1")
+    output = ended_job(ranks.context, config, [1, 1], functools.partial(block_forward, *hang)).outputs()[0]
     message = rf"hang: rank 1 \(stage 1\) on \S+ waited \d+ s \(parallel.timeout_s\) for {edge}: rank 0 \(stage 0\) on"
-    assert re.search(rf"error: {message} \S+ has not started it and is in runtime.py:\d+ \(run\)", output), output
+    assert re.search(rf"error: {message} \S+ has not started it and is in runtime.py:\d+ \(_forward\)", output), output
 
 
 @pytest.mark.parametrize(("number", "target"), [full(signal.SIGUSR1, 0), (signal.SIGTERM, 1)])
 def test_a_signal_to_a_rank_of_one_stage_saves_all_stages(ranks, tiny, tmp_path, number, target):
-    uninterrupted = tiny(*TWO, f"run.dir={tmp_path / 'uninterrupted'}")
+    uninterrupted, config = tiny(*TWO, f"run.dir={tmp_path / 'uninterrupted'}"), tiny(*TWO)
     ranks.run(2, train_in_rank, uninterrupted)
-    config = tiny(*TWO)
-    with LaunchedJob(ranks.context, config, 2, functools.partial(signal_itself, number, 3, target)) as job:
-        assert job.exit_codes() == [75, 75], job.outputs()
-        (stopped,) = [line for line in job.metric_lines() if line.get("event") == "signal"]
-        assert 3 <= stopped["step"] <= 5
+    job = ended_job(ranks.context, config, [75, 75], functools.partial(signal_itself, number, 3, target))
+    (stopped,) = job.events("signal")
+    assert 3 <= stopped["step"] <= 5
     ranks.run(2, train_in_rank, config)
     assert losses(config) == losses(uninterrupted)
 

@@ -21,56 +21,48 @@ from tests.support.hardware_queues import (
     Replay,
     Stream,
     Wait,
-    by_priority,
-    round_robin,
+    separate_queues,
     single_queue,
 )
 from tests.support.queued_operations import queued_operations
 from tests.support.settings import configured
 
-CUDA, ROCM = 32, 4  # numbers of hardware queues
-SHARED = [single_queue, by_priority(ROCM), *(round_robin(k, offset) for k in (CUDA, ROCM) for offset in range(ROCM))]
-SEPARATE = round_robin(1000, offset=500)  # a queue for each stream
-
 PIPELINE = "parallel.pipeline."
 GPT = (
-    "model.hidden=24", "model.heads=4", "model.vocab_size=258", "model.vocab_multiple=16", "model.max_positions=12",
-    "train.seq_len=12",
-)  # fmt: skip
+    "model.hidden=24 model.heads=4 model.vocab_size=258 model.vocab_multiple=16 model.max_positions=12 train.seq_len=12"
+)
 UNET = (
-    "model=unet_tiny", "model.image_size=8", "model.channels=8", "model.multipliers=[1,2]", "model.attention_at=[4]",
-    "model.head_size=4", "model.groups=4",
-)  # fmt: skip
-SPLIT = "parallel.sequence_parallel=true"
-SHARDED = "optim.shard_states=true"
-
+    "model=unet_tiny model.image_size=8 model.channels=4 model.multipliers=[1,2] model.attention_at=[4] "
+    "model.head_size=4 model.groups=2"
+)
+SPLIT, CHUNKS, SHARDED = "parallel.sequence_parallel=true", "parallel.chunks=2", "optim.shard_states=true"
 SAMPLE = [
     ("1f1b", "2x1x1x1 1x1x2x1", SPLIT),
-    ("zb_h1", "1x1x1x2 1x2x1x1", "parallel.chunks=2", SHARDED),
-    ("interleaved_1f1b", "1x1x1x1 1x1x1x1"),
-    ("eager_1f1b", "1x1x1x1 1x1x1x1 1x1x1x1", *UNET),
+    ("zb_h1", "1x1x1x2 1x2x1x1", f"{CHUNKS} {SHARDED}"),
+    ("interleaved_1f1b", "1x1x1x1 1x1x1x1", ""),
+    ("eager_1f1b", "1x1x1x1 1x1x1x1 1x1x1x1", UNET),
 ]
 GRIDS = (
     "2x1x2x1 2x1x2x1", "1x2x1x2 1x2x1x2", "1x1x2x2 2x2x1x1", "2x1x1x1 1x2x1x1 1x1x2x1",
     "1x1x1x2 1x1x1x1 1x1x1x1 2x1x1x1",
 )  # fmt: skip
-OPTIONS = ((SPLIT, "train.activation_checkpointing=full"), ("parallel.chunks=2", SHARDED))
-PRODUCT = [(schedule, grids, *options) for schedule, grids, options in itertools.product(SCHEDULES, GRIDS, OPTIONS)]
+OPTIONS = f"{SPLIT} train.activation_checkpointing=full", f"{CHUNKS} {SHARDED}"
+PRODUCT = [*itertools.product(SCHEDULES, GRIDS, OPTIONS)]
 PRODUCT += [("1f1b", "2x1x2x1 1x2x1x2", f"{PIPELINE}strategy={strategy}") for strategy in STRATEGIES[1:-1]]
-PRODUCT += [(schedule, "2x1x1x1 1x1x2x1 1x1x1x2", *UNET) for schedule in SCHEDULES]
+PRODUCT += [(schedule, "2x1x1x1 1x1x2x1 1x1x1x2", UNET) for schedule in SCHEDULES]
 
 
-def plan_of(schedule: str, grids: str, *settings: str) -> ParallelPlan:
+def plan_of(schedule: str, grids: str, settings: str = "") -> ParallelPlan:
     """Return a plan of a U-Net, or of a GPT whose last stage has a copy of the first stage's token embedding."""
     sizes, chunks = grids.split(), 2 if schedule == "interleaved_1f1b" else 1
     stages = len(sizes)
-    pipeline = (
-        f"stages={stages}", f"stage_grids=[{','.join(sizes)}]", f"schedule={schedule}", f"chunks_per_stage={chunks}",
-        f"microbatches={2 * stages}",
-    )  # fmt: skip
-    model = () if "model=unet_tiny" in settings else (*GPT, f"model.layers={stages * chunks}")
-    batch = f"train.batch_size={16 * stages}"
-    config = configured([*model, batch, *(PIPELINE + setting for setting in pipeline), *settings])
+    pipeline = {
+        "stages": stages, "stage_grids": f"[{','.join(sizes)}]", "schedule": schedule, "chunks_per_stage": chunks,
+        "microbatches": 2 * stages,
+    }  # fmt: skip
+    model = settings if settings == UNET else f"{GPT} model.layers={stages * chunks} {settings}"
+    values = [f"{PIPELINE}{key}={value}" for key, value in pipeline.items()]
+    config = configured([f"train.batch_size={16 * stages}", *values, *model.split()])
     return validate(config, sum(math.prod(map(int, grid.split("x"))) for grid in sizes))
 
 
@@ -84,8 +76,7 @@ def test_no_mapping_of_streams_to_hardware_queues_deadlocks(case):
     ranks = job(plan_of(*case))
     links = {operation.stream.name for operation in ranks[0] if isinstance(operation, Exchange)}
     assert {"NCCL world", "NCCL stage 0 to 1", "NCCL stage 1 to 0"} <= links
-    for queue_of in SHARED:
-        Replay(ranks, queue_of).run()
+    Replay(ranks, single_queue).run()  # which has all waits of other mappings
 
 
 def test_a_transfer_in_another_order_than_on_its_peer_deadlocks_a_shared_queue():
@@ -99,7 +90,7 @@ def test_a_transfer_in_another_order_than_on_its_peer_deadlocks_a_shared_queue()
 
     with patch.object(ParallelPlan, "training_program", receive_first):
         ranks = job(plan)
-    Replay(ranks, SEPARATE).run()
+    Replay(ranks, separate_queues).run()
     with pytest.raises(Deadlock) as found:
         Replay(ranks, single_queue).run()
     assert sorted(map(str, found.value.cycle)) == [
@@ -117,30 +108,31 @@ def collective(stream: Stream, number: int = 0) -> Exchange:
     return Exchange(stream, f"all_reduce {stream.name}, number {number}", (Meeting((stream.name, number), 2),))
 
 
-def test_collectives_in_different_orders_deadlock_only_in_one_queue():
-    ranks = [[collective(X), collective(Y)], [collective(Y), collective(X)]]
-    Replay(ranks, by_priority(2)).run()
+@pytest.mark.parametrize(
+    ("ranks", "shared", "cycle"),
+    [
+        pytest.param(
+            [[collective(X), collective(Y)], [collective(Y), collective(X)]],
+            single_queue,
+            {(0, collective(X)), (1, collective(Y))},
+            id="collectives in different orders",
+        ),
+        pytest.param(
+            [
+                [collective(X), Record(X, 1, "x"), Wait(COPY, 1, "x"), collective(Y)],
+                [collective(Y), Record(Y, 1, "y"), Wait(X, 1, "y"), collective(X)],
+            ],
+            lambda stream: stream == X,
+            {(0, Wait(COPY, 1, "x")), (0, collective(X)), (1, Wait(X, 1, "y")), (1, collective(Y))},
+            id="a wait for an event",
+        ),
+    ],
+)
+def test_operations_of_streams_that_share_a_queue_block_each_other(ranks, shared, cycle):
+    Replay(ranks, separate_queues).run()
     with pytest.raises(Deadlock) as found:
-        Replay(ranks, by_priority(1)).run()
-    assert [(blocked.rank, blocked.operation) for blocked in found.value.cycle] in (
-        [(0, collective(X)), (1, collective(Y))],
-        [(1, collective(Y)), (0, collective(X))],
-    )
-
-
-def test_a_wait_for_an_event_blocks_the_streams_that_share_its_queue():
-    """Rank 0's collective on y follows a wait for x, and rank 1 starts x after y."""
-    first = [collective(X), Record(X, 1, "x"), Wait(COPY, 1, "x"), collective(Y)]
-    second = [collective(Y), Record(Y, 1, "y"), Wait(X, 1, "y"), collective(X)]
-    Replay([first, second], SEPARATE).run()
-    with pytest.raises(Deadlock) as found:
-        Replay([first, second], lambda stream: stream == X).run()
-    assert {(blocked.rank, blocked.operation) for blocked in found.value.cycle} == {
-        (0, Wait(COPY, 1, "x")),
-        (0, collective(X)),
-        (1, Wait(X, 1, "y")),
-        (1, collective(Y)),
-    }
+        Replay(ranks, shared).run()
+    assert {(blocked.rank, blocked.operation) for blocked in found.value.cycle} == cycle
 
 
 def test_a_collective_that_a_rank_does_not_start_is_reported():

@@ -1,4 +1,4 @@
-"""A step over stages with different grids has the loss and the gradients of one device, under every schedule."""
+"""A step over stages with different grids equals one device, also with tensors that skip stages: edges form a graph."""
 
 import weakref
 from unittest.mock import patch
@@ -6,75 +6,35 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from gpt4d.config import Config, GridSizes
 from gpt4d.model import registry
+from gpt4d.model.edges import edges, plain
+from gpt4d.parallel.context import Context
 from gpt4d.parallel.gradient_reducer import GradientReducer
+from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import StageRuntime
 from gpt4d.parallel.resharding.transfer import ReshardingInFlight
-from gpt4d.step import TrainStep, mask_replicas
-from gpt4d.task import registry as tasks
-from tests.seams.test_toy import configure, plain_toy, squared_error
-from tests.support.grids import full
+from gpt4d.parallel.symbolic import tape
+from gpt4d.parallel.symbolic.stage import SymbolicGrid, SymbolicLayer, SymbolicWeights
+from gpt4d.parallel.symbolic.tensor import SymbolicTensor
+from gpt4d.plan import ParallelPlan
+from gpt4d.step import TrainStep, build_stage
+from gpt4d.validation import validate
+from tests.parallel.counting_device import CountedOperations, CountingDevice
+from tests.seams.plain_toy import RECOMPUTED, PlainToy, check_against, configure
+from tests.support.grids import full, on_grid
 from tests.support.settings import configured
-from tests.support.stages import RandomTokens, own_stage
-
-
-def step_of_toy(config, world_size):
-    """On a rank: the loss of an evaluation and of a step in float64, and this stage's parts of its gradients."""
-    plan, stage = own_stage(config, world_size, ranks_per_host=world_size)
-    grid = stage.grid
-    task = tasks.get(registry.of(config.model).task).create(config)
-    task.connect(stage, plan.micro_batch_size(plan.stages[stage.index]))
-    reducer = GradientReducer(stage.weights, dict(stage.module.named_parameters()))
-    runtime = StageRuntime(stage, reducer, task.compute)
-    units = config.train.batch_size * config.train.seq_len
-    evaluated = runtime.evaluate(task.batches(0), plan.microbatches) / units
-    loss = runtime.forward_backward(task.batches(0), plan.microbatches, units)
-    losses = [grid.world.all_reduce(mask_replicas(value, grid)).item() for value in (evaluated, loss)]
-    gradients = {
-        n: (grid.local_slices(p.spec.shape, p.spec.layout), p.grad) for n, p in stage.module.named_parameters()
-    }
-    stage.exchange.close()
-    return losses, gradients
-
-
-def check_step(ranks, config, world_size, loss, gradients):
-    """Check a step of a toy over stages against its loss and its gradients on one device."""
-    seen = {}
-    for losses, parts in ranks.run(world_size, step_of_toy, config, world_size):
-        assert losses == [pytest.approx(loss, rel=1e-12)] * 2
-        for name, (place, part) in parts.items():
-            seen.setdefault(name, torch.full_like(gradients[name], torch.nan))[place] = part
-    assert seen.keys() == gradients.keys()
-    for name, gradient in seen.items():
-        assert (gradient - gradients[name]).norm() <= 1e-12 * gradients[name].norm(), name
-
+from tests.support.stages import RandomTokens, connected_task, own_stage
 
 PIPELINE = "parallel.pipeline."
-TWO = (PIPELINE + "stages=2",)
+SPLIT, CHUNKS = "parallel.sequence_parallel=true", "parallel.chunks=2"
+CACHED = "parallel.cache_layers=all", "parallel.cache_scope=step"
+INTERLEAVED = PIPELINE + "schedule=interleaved_1f1b", PIPELINE + "chunks_per_stage=2"
 
 
-@pytest.mark.parametrize(
-    ("world_size", "settings"),
-    [
-        (2, (*TWO, PIPELINE + "schedule=gpipe")),
-        (6, (*TWO, PIPELINE + "stage_grids=[2x1x1x2,1x1x2x1]", "train.activation_checkpointing=full")),
-        (4, (PIPELINE + "stages=4", PIPELINE + "schedule=zb_h1")),
-        (2, (*TWO, PIPELINE + "schedule=interleaved_1f1b", PIPELINE + "chunks_per_stage=2")),
-        full(8, (*TWO, "parallel.gx=2", "parallel.gz=2", PIPELINE + "schedule=1f1b")),
-        full(6, (*TWO, PIPELINE + "stage_grids=[1x2x1x1,2x1x2x1]", PIPELINE + "schedule=eager_1f1b_w")),
-        full(
-            4,
-            (*TWO, "parallel.gy=2", PIPELINE + "schedule=eager_1f1b", "parallel.chunks=2", PIPELINE + "microbatches=4"),
-        ),
-    ],
-    ids=str,
-)
-def test_a_step_of_the_toy_over_stages_equals_one_device(ranks, tmp_path, world_size, settings):
-    config = configure(tmp_path, "model.blocks=4", "train.batch_size=16", "train.micro_batch_size=null", *settings)
-    model = plain_toy(config, torch.float64)
-    error = squared_error(model, config, range(16), torch.float64)
-    error.backward()
-    check_step(ranks, config, world_size, error.item(), model.gradients())
+def on(grids: str, *settings: str) -> tuple[str, ...]:
+    """Return the settings of two stages, with grids of their own if ``grids`` is not empty."""
+    return PIPELINE + "stages=2", *([PIPELINE + f"stage_grids=[{grids}]"] if grids else []), *settings
 
 
 def retained_by_a_step(config):
@@ -83,8 +43,7 @@ def retained_by_a_step(config):
     The objects are tensors of completed sends, and batches.
     """
     plan, stage = own_stage(config, world_size=2)
-    task = tasks.get(registry.of(config.model).task).create(config)
-    task.connect(stage, plan.micro_batch_size(plan.stages[stage.index]))
+    task = connected_task(config, plan, stage)
     sent, batches, retained, create = [], [], [], ReshardingInFlight.__init__
 
     def record_send(transfer, resharding, local, name):
@@ -110,9 +69,8 @@ def retained_by_a_step(config):
     return len(sent), *map(max, zip(*retained, strict=True))
 
 
-def test_a_step_retains_neither_what_it_has_sent_nor_used_batches(ranks, tmp_path):
-    settings = (*TWO, PIPELINE + "schedule=1f1b", PIPELINE + "microbatches=8")
-    config = configure(tmp_path, *settings)
+def test_a_step_retains_neither_what_it_has_sent_nor_used_batches(ranks):
+    config = configure(*on("", PIPELINE + "schedule=1f1b", PIPELINE + "microbatches=8"))
     assert ranks.run(2, retained_by_a_step, config) == [(8, 0, 1)] * 2
 
 
@@ -133,8 +91,8 @@ def losses_of_gpt(config, world_size):
 
 
 GPT = (
-    "model=gpt_tiny", "model.layers=4", "model.hidden=24", "model.heads=4", "model.vocab_size=258",
-    "model.vocab_multiple=16", "model.max_positions=12", "train.seq_len=12", "train.batch_size=8", "model.dropout=0.1",
+    "model=gpt_tiny", "model.layers=4", "model.hidden=24", "model.heads=6", "model.vocab_size=258", "model.dropout=0.1",
+    "model.vocab_multiple=48", "model.max_positions=12", "train.seq_len=12", "train.batch_size=8",
 )  # fmt: skip
 
 
@@ -146,16 +104,111 @@ def serial_losses(ranks):
 @pytest.mark.parametrize(
     ("world_size", "settings"),
     [
-        (2, TWO),
-        (6, (*TWO, PIPELINE + "stage_grids=[2x1x1x2,1x1x2x1]", PIPELINE + "schedule=eager_1f1b_w")),
-        (4, (PIPELINE + "stages=4", PIPELINE + "schedule=zb_h1", "parallel.chunks=2", PIPELINE + "microbatches=4")),
-        (4, (*TWO, "parallel.gz=2", "parallel.cache_layers=all", "parallel.cache_scope=step")),
-        full(8, (*TWO, "parallel.gx=2", "parallel.gy=2", "train.activation_checkpointing=full")),
-        full(6, (*TWO, PIPELINE + "stage_grids=[1x1x2x1,1x2x1x2]", "optim.shard_states=true")),
-        full(4, (*TWO, "parallel.gz=2", PIPELINE + "schedule=interleaved_1f1b", PIPELINE + "chunks_per_stage=2")),
+        (6, on("2x1x1x2,1x1x2x1", PIPELINE + "schedule=eager_1f1b_w")),
+        (4, (PIPELINE + "stages=4", PIPELINE + "schedule=zb_h1", CHUNKS, PIPELINE + "microbatches=4")),
+        (4, on("", "parallel.gz=2", PIPELINE + "schedule=1f1b", *CACHED)),
+        (5, on("3x1x1x1,2x1x1x1", SPLIT, CHUNKS)),
+        (6, on("2x1x1x2,1x2x1x1", SPLIT, RECOMPUTED[0], PIPELINE + "schedule=zb_h1")),
+        full(2, on("")),
+        full(8, on("", "parallel.gx=2", "parallel.gy=2", RECOMPUTED[0])),
+        full(6, on("1x1x2x1,1x2x1x2", "optim.shard_states=true")),
+        full(4, on("", "parallel.gz=2", *INTERLEAVED)),
+        full(4, on("2x1x1x1,1x1x2x1", SPLIT)),
+        full(4, on("2x1x1x1,1x1x2x1", RECOMPUTED[0])),
+        full(5, on("2x1x2x1,1x1x1x1", CHUNKS)),
+        full(6, on("1x1x1x2,2x2x1x1", SPLIT, CHUNKS, RECOMPUTED[0])),
+        full(6, on("2x1x2x1,2x1x1x1", SPLIT, CHUNKS, PIPELINE + "schedule=eager_1f1b_w")),
     ],
     ids=str,
 )
 def test_training_a_gpt_with_a_tied_head_over_stages_equals_one_device(ranks, serial_losses, world_size, settings):
+    """Also with split tokens: the stream crosses with its tokens split over x, on each stage's own grid."""
     for numbers in ranks.run(world_size, losses_of_gpt, configured([*GPT, *settings]), world_size):
         assert numbers == pytest.approx(serial_losses, rel=1e-11)
+
+
+def configure_graph(*settings: str) -> Config:
+    return configure("model.skips=true", "model.blocks=4", *settings)
+
+
+@pytest.mark.parametrize(
+    ("grids", "settings"),
+    [
+        ("2x2x2x1", RECOMPUTED),
+        ("1x2x1x1,2x1x2x1", (PIPELINE + "schedule=eager_1f1b_w", RECOMPUTED[0])),
+        ("1x1x1x2,1x2x1x1,1x1x2x1", ()),
+        ("1x1x1x1,1x1x1x1", (PIPELINE + "schedule=gpipe",)),
+        ("1x1x1x2,1x1x2x2", INTERLEAVED),
+        full("2x2x2x1", ()),
+        full("2x1x1x2,1x1x2x1", (RECOMPUTED[0],)),
+        full("2x1x1x2,1x1x2x1", (PIPELINE + "schedule=gpipe",)),
+        full("1x1x1x1,1x1x2x1,1x2x1x1,1x1x1x2", (PIPELINE + "schedule=zb_h1", PIPELINE + "microbatches=8")),
+        full("2x1x2x1,2x1x2x1", (PIPELINE + "schedule=1f1b",)),
+        full("1x2x1x1,1x2x1x1", (PIPELINE + "schedule=eager_1f1b", "parallel.chunks=2", PIPELINE + "microbatches=4")),
+    ],
+    ids=str,
+)
+def test_a_step_of_a_graph_over_stages_or_a_grid_equals_plain_torch(ranks, grids, settings):
+    sizes = [GridSizes(*map(int, grid.split("x"))) for grid in grids.split(",")]
+    stages = (PIPELINE + f"stages={len(sizes)}", PIPELINE + f"stage_grids=[{grids}]")
+    config = configure_graph(*(stages if len(sizes) > 1 else on_grid(sizes[0])), *settings)
+    check_against(ranks, PlainToy(config), sum(grid.devices for grid in sizes))
+
+
+@pytest.mark.parametrize("configure_model", [configure, configure_graph])
+def test_a_planned_microbatch_reads_and_writes_as_many_bytes_as_torch(configure_model):
+    sizes = "model.features=64", "model.hidden=256", "model.wide=512", "model.narrow=128", "model.outputs=32"
+    config, device = configure_model(*sizes), CountingDevice()
+    device.compiled = False
+    description, stage = registry.describe(config.model), build_stage(config, Grid.single_device(), torch.device("cpu"))
+    shapes, (part,), spec = ((32, 16, 64), (32, 16, 32)), stage.parts.values(), description.spec
+    planned, batch = [SymbolicTensor(device, shape, "float32") for shape in shapes], [*map(torch.randn, shapes)]
+    context = Context(SymbolicGrid(device, GridSizes()), "float32")
+    layer = SymbolicLayer(spec, SymbolicWeights(context, spec.all_parameters, gradient_bytes=1 << 20))
+    loss = spec.compute(layer, part, {}, *planned)["loss"]
+    tape.backward([(loss, loss.like())])
+    with CountedOperations() as counter:
+        stage.module.loss_sum(*batch).backward()
+    assert device.moved == pytest.approx(counter.moved, rel=0.002)
+
+
+def plan_of(*settings: str, stages: int = 4) -> ParallelPlan:
+    return validate(configure_graph(PIPELINE + f"stages={stages}", *settings), 4)
+
+
+def test_a_tensor_crosses_from_its_producer_straight_to_each_later_stage_that_uses_it():
+    assert plan_of().crossing == {
+        (0, 1): ("stream", "embedded", "classes"),
+        (0, 2): ("mask",),
+        (0, 3): ("embedded", "classes"),
+        (1, 2): ("stream",),
+        (1, 3): ("halves",),
+        (2, 3): ("stream",),
+    }
+    later = {2: ("stream", "embedded", "halves", "classes", "mask"), 3: ("stream", "embedded", "halves", "classes")}
+    for cut, names in later.items():
+        assert plan_of(PIPELINE + f"cuts=[{cut}]", stages=2).crossing == {(0, 1): names}
+
+
+def test_activations_cross_in_the_compute_dtype_integers_as_int64_and_masks_as_bool():
+    plan = plan_of()
+    found = edges(registry.describe(plan.config.model), plan.crossing, 4, 3, torch.bfloat16, plain)
+    assert {(edge.name, edge.dtype, edge.has_gradient, edge.shape) for edge in found} == {
+        *((name, torch.bfloat16, True, (12, 24)) for name in ("stream", "embedded", "halves")),
+        ("classes", torch.int64, False, (12,)),
+        ("mask", torch.bool, False, (12,)),
+    }
+
+
+NO_LATENCY = "cluster.levels=[{group_gb_s: 1, latency_us: 0}]"
+
+
+def test_costs_count_every_tensor_and_no_gradient_of_integers_and_masks():
+    costs = plan_of(NO_LATENCY).costs
+    hop = costs.transfers[1, 2]
+    stream, integer = 24 * 4, 8  # bytes per row
+    assert costs.transfers[0, 1] == pytest.approx((2 + integer / stream) * hop)
+    assert costs.transfers[0, 2] == pytest.approx(1 / stream * hop)
+    assert costs.gradients == pytest.approx(
+        {edge: hop * n for edge, n in {(0, 1): 2, (0, 3): 1, (1, 2): 1, (1, 3): 1, (2, 3): 1}.items()}
+    )
