@@ -1,3 +1,4 @@
+import gc
 import random
 import shlex
 import signal
@@ -51,6 +52,7 @@ def pytest_terminal_summary(terminalreporter) -> None:
 
 def pytest_collection_finish(session) -> None:
     """Start the process that forks ranks before the benchmarks' tests start it with their own modules."""
+    gc.freeze()  # the modules stay: a collection of garbage only visits objects of tests
     if not session.config.option.collectonly and any(item.get_closest_marker("ranks") for item in session.items):
         start_forkserver()
 
