@@ -78,9 +78,9 @@ def test_stages_have_microbatches_of_one_size_in_all_batches():
         plan("parallel.pipeline.microbatches=1")
 
 
-@pytest.mark.parametrize("mode", ["auto", "atp"])
-def test_the_planner_chooses_a_grid_and_a_microbatch_that_divide_every_batch(mode):
-    plan = validate(configured_ramp("[[0,2],[100,12]]", 12, "cluster=local", f"parallel.mode={mode}"), 8)
+@pytest.mark.parametrize(("mode", "devices"), [("auto", 8), ("atp", 4), full("atp", 8)])
+def test_the_planner_chooses_a_grid_and_a_microbatch_that_divide_every_batch(mode, devices):
+    plan = validate(configured_ramp("[[0,2],[100,12]]", 12, "cluster=local", f"parallel.mode={mode}"), devices)
     shards = plan.sizes.sample_shards(plan.config.parallel.context)
     micro_batch = plan.micro_batch_size(plan.stages[0])
     assert 2 % shards == 0 and micro_batch * shards * plan.microbatches == 12
@@ -119,7 +119,7 @@ def plain():
 @pytest.mark.parametrize(
     ("world", "overrides"),
     [
-        (1, ()),
+        full(1, ()),
         (4, ("parallel.gx=2", "train.micro_batch_size=4", "data.workers=2")),
         (2, (STAGES, "parallel.pipeline.microbatches=4")),
         full(4, (STAGES, "parallel.pipeline.stage_grids=[1x1x1x2,2x1x1x1]", "train.activation_checkpointing=full")),
@@ -139,18 +139,18 @@ def test_a_run_on_a_ramp_equals_plain_torch_on_the_same_batches(ranks, plain, ti
 
 
 def test_a_run_resumes_within_a_ramp_bit_equal_and_on_stages_with_equal_losses(ranks, tiny, tmp_path):
-    straight = on_ramp(tiny, f"run.dir={tmp_path / 'straight'}", "logging.every=20", "data.workers=2")
+    straight = on_ramp(tiny, f"run.dir={tmp_path / 'straight'}", "train.steps=12", "logging.every=12", "data.workers=2")
     ranks.run(1, train_in_rank, straight)
     (last,) = metric_lines(straight.run.dir)
-    assert last["tokens_per_s"] * last["step_time_s"] * 20 == pytest.approx(last["tokens"])
+    assert last["tokens_per_s"] * last["step_time_s"] * 12 == pytest.approx(last["tokens"])
     first = on_ramp(tiny, "train.steps=7", f"run.dir={tmp_path / 'first'}")
     ranks.run(1, train_in_rank, first)
     for name, world, overrides in (("same", 1, ()), ("stages", 2, (STAGES, "parallel.pipeline.microbatches=8"))):
         resume = f"checkpoint.resume={tmp_path / 'first/checkpoints/step_00000007'}"
-        config = on_ramp(tiny, resume, f"run.dir={tmp_path / name}", *overrides)
+        config = on_ramp(tiny, resume, "train.steps=12", f"run.dir={tmp_path / name}", *overrides)
         ranks.run(world, train_in_rank, config)
         resumed = metric_lines(config.run.dir)[-1]
-        assert (resumed["step"], resumed["tokens"]) == (20, last["tokens"])
+        assert (resumed["step"], resumed["tokens"]) == (12, last["tokens"])
         if name == "same":
             assert (resumed["loss"], resumed["grad_norm"]) == (last["loss"], last["grad_norm"])
         assert resumed["loss"] == pytest.approx(last["loss"], rel=1e-5)

@@ -20,6 +20,7 @@ from gpt4d.inference import files_of, inference_plan, load_stage
 from gpt4d.runtime.consensus import all_gather_json
 from gpt4d.task import generation
 from tests.support.commands import wrong_messages
+from tests.support.grids import full
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
@@ -105,7 +106,7 @@ def talk(run, lines, settings):
     return written
 
 
-@pytest.mark.parametrize("settings", [{}, {"gx": 2}, {"gz": 2}], ids=str)
+@pytest.mark.parametrize("settings", [{}, full({"gx": 2}), {"gz": 2}], ids=str)
 def test_answers_of_a_conversation_equal_those_of_transformers(ranks, model, settings):
     source, run = model
     first, second = "Gold", "the people"

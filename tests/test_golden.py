@@ -80,7 +80,7 @@ def test_gpt_tiny_computes_its_golden_losses_norms_and_bytes(ranks, sizes, direc
     assert_close(train(ranks, sizes, directory), json.loads((FILES / "gpt_tiny.json").read_text())[str(sizes)])
 
 
-@pytest.mark.parametrize("number", [0, 5, *map(full, (1, 2, 3, 4))])
+@pytest.mark.parametrize("number", [0, *map(full, (1, 2, 3, 4, 5))])
 def test_the_planner_gives_its_golden_answers(number):
     assert_close(answer(QUERIES[number]), json.loads((FILES / "planner.json").read_text())[number])
 

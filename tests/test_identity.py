@@ -7,7 +7,7 @@ import pytest
 
 from gpt4d import starts
 from gpt4d.config import ConfigError, check_allowed, effect_of
-from tests.support.grids import metric_lines, train_in_rank
+from tests.support.grids import full, metric_lines, train_in_rank
 from tests.support.rank_pool import RankFailure
 from tests.support.run_files import events
 
@@ -93,7 +93,7 @@ def test_more_steps_say_what_happens_to_the_learning_rate_and_time_passes(train)
         assert values == sorted(values) and values[-1] > values[0]
 
 
-@pytest.mark.parametrize("schedule", ["constant", "inverse_sqrt"])
+@pytest.mark.parametrize("schedule", ["constant", full("inverse_sqrt")])
 def test_more_steps_of_a_schedule_without_an_end_change_no_learning_rate(train, schedule):
     train("train.steps=6", f"optim.schedule={schedule}")
     run_dir = train("train.steps=8", f"optim.schedule={schedule}")

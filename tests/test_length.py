@@ -10,7 +10,7 @@ from gpt4d.config import ConfigError, profiled_steps, with_epochs, with_steps
 from gpt4d.model import registry  # noqa: F401 – registers the families' settings
 from gpt4d.validation import validate
 from tests.support.commands import wrong_messages
-from tests.support.grids import metric_lines, train_in_rank
+from tests.support.grids import full, metric_lines, train_in_rank
 from tests.support.settings import configured
 
 
@@ -71,7 +71,7 @@ def test_epochs_end_the_run_and_its_schedule_and_a_resume_may_extend_them(ranks,
     assert metric_lines(run_dir)[-1]["step"] in (2 * len(lines), 2 * len(lines) - 1)
 
 
-@pytest.mark.parametrize("model", ["unet_tiny", "utransformer_tiny"])
+@pytest.mark.parametrize("model", ["unet_tiny", full("utransformer_tiny")])
 def test_epochs_replace_the_steps_of_a_models_file(model):
     assert configured([f"model={model}"]).train.steps == 300
     config = configured([f"model={model}", "train.epochs=2", "train.batch_size=10"])

@@ -15,7 +15,7 @@ from gpt4d import metrics
 from gpt4d.config import Config
 from gpt4d.runs.history import History
 from tests.support.environment import REPOSITORY
-from tests.support.grids import metric_lines, train_in_rank
+from tests.support.grids import full, metric_lines, train_in_rank
 from tests.support.training import before_each_step, build_trainer
 
 
@@ -56,7 +56,7 @@ def train_and_note_timing(config, device_type):
     return timed
 
 
-@pytest.mark.parametrize(("device_type", "timed_steps"), [("cpu", [1, 2, 3, 4, 5, 6, 7]), ("meta", [3, 4, 6, 7])])
+@pytest.mark.parametrize(("device_type", "timed_steps"), [full("cpu", [1, 2, 3, 4, 5, 6, 7]), ("meta", [3, 4, 6, 7])])
 def test_a_gpu_times_collectives_only_in_the_last_step_before_a_report_and_in_profiled_steps(
     ranks, tiny, device_type, timed_steps
 ):

@@ -110,7 +110,7 @@ def train_with_bad_gradient(config, steps, value, bad_rank=1):
 
 def test_a_nan_on_one_rank_skips_the_step_on_all_and_is_counted(ranks, tiny):
     config = tiny("parallel.gz=2", "train.steps=6", "parallel.overlap.data=false", "checkpoint.every=1")
-    weights = ranks.run(4, train_with_bad_gradient, config, (3, 4), NAN)
+    weights = ranks.run(2, train_with_bad_gradient, config, (3, 4), NAN)
     before = weights[0]
     assert torch.equal(before[3], before[2]) and torch.equal(before[4], before[2])  # two updates changed nothing
     assert not torch.equal(before[5], before[4])
@@ -146,7 +146,7 @@ def test_persistent_non_finite_steps_end_the_run(ranks, tiny):
 def test_skipped_spikes_leave_the_weights_unchanged(ranks, tiny):
     settings = "train.steps=30", "train.skip_spikes=true", "optim.lr=1e-4", "optim.min_lr_ratio=0"
     config = tiny(*settings, "parallel.overlap.data=false")
-    weights = ranks.run(2, train_with_bad_gradient, config, (25,), 1e4)[0]
+    weights = ranks.run(1, train_with_bad_gradient, config, (25,), 1e4, 0)[0]
     assert torch.equal(weights[25], weights[24])
     assert [line["skipped"] for line in metric_lines(config.run.dir)] == [0] * 24 + [1] * 6
 

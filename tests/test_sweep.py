@@ -236,14 +236,14 @@ def test_a_longer_sweep_continues_finished_jobs_whatever_number_of_steps_they_to
     assert not jobs[0].is_finished()
 
 
-@pytest.mark.parametrize("running", [None, ArrayTask(0, 0, 2)], ids=["sweep", "array"])
-@pytest.mark.parametrize("started", [None, ArrayTask(1, 1, 2)], ids=["sweep", "array"])
-def test_tasks_of_an_array_share_a_directory_which_a_sweep_shares_with_nobody(tmp_path, running, started):
+def test_tasks_of_an_array_share_a_directory_which_a_sweep_shares_with_nobody(tmp_path):
     jobs = sweep.expand(["train.seed=0,1", f"run.dir={tmp_path}"], 1)
-    with locked_by_another_process(tmp_path, lock.SWEEP_LOCK, *(["shared"] if running else [])) as process:
-        refused = f"another sweep .*, pid {process.pid}, .* is using it"
-        with pytest.raises(ConfigError, match="1 of 1 jobs failed" if running and started else refused):
-            sweep.execute(jobs, ["false"], Launch(), started)
+    for shared in ([], ["shared"]):  # another sweep, or another array
+        with locked_by_another_process(tmp_path, lock.SWEEP_LOCK, *shared) as process:
+            refused = f"another sweep .*, pid {process.pid}, .* is using it"
+            for task in (None, ArrayTask(1, 1, 2)):
+                with pytest.raises(ConfigError, match="1 of 1 jobs failed" if shared and task else refused):
+                    sweep.execute(jobs, ["false"], Launch(), task)
 
 
 @pytest.mark.full

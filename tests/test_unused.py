@@ -1,9 +1,12 @@
 """Settings that a run does not read are errors. The files under configs/ contain no such settings."""
 
+import itertools
+
 import pytest
 
 from gpt4d.config import CONFIG_DIR, conditional_keys, known_keys, unused_keys
 from gpt4d.model import registry  # noqa: F401 – registers the families' settings
+from tests.support.config_overrides import configured_quickly
 from tests.support.grids import full
 from tests.support.settings import configured
 
@@ -19,8 +22,8 @@ CASES = [  # a model with settings | unused settings, a part of each reason, and
     ("gpt_tiny data=tokens | data.skip_empty=true data.validation_fraction=0.1 data.processes=2",
      "data.source=tokens was prepared before", "data=text"),
     ("gpt_tiny data=tokens | data.tokenizer=gpt2", "has the tokenizer that made its tokens", "data=text"),
-    ("gpt_tiny | data.chat_template=a.jinja", "data.source=sotu does not read it", "data=chat"),
-    ("gpt_tiny | data.train_on=all", "set data.source=chat", "data=chat"),
+    ("gpt_tiny | data.chat_template=a.jinja data.train_on=all",
+     "data.source=sotu does not read it; leave it out, or set data.source=chat", "data=chat"),
     ("gpt_tiny | data.skip_long=false", "set data.source=chat or tokens or blend", "data=tokens"),
     ("gpt_tiny data=chat | data.reset_attention=true", "attention never crosses conversations", "data=text"),
     ("gpt_tiny data=tokens | data.stream=true", "data.source=tokens has tokens already; leave it out", "data=text"),
@@ -92,16 +95,12 @@ def test_keys_that_nothing_reads_are_reported_until_something_does(tmp_path):
     """The cases contain every key that only some runs read."""
     tried = set()
     for settings, reason, added in CASES:
-        model, *words = settings.replace("{tokens}", str(tmp_path)).split()
-        words = [f"model={model}", *words]
-        unused = words[words.index("|") + 1 :]
-        words.remove("|")
-        found = unused_keys(configured(words))
+        base, unused = (words.split() for words in f"model={settings.replace('{tokens}', str(tmp_path))}".split(" | "))
+        found = unused_keys(configured_quickly([*base, *unused]))
         assert found.keys() == {word.partition("=")[0] for word in unused}, settings
         for word in unused:
-            key, _, value = word.partition("=")
-            assert reason in f"{key}={value}: {found[key]}", settings
-        assert not unused_keys(configured([*words, *added.split()])), settings
+            assert reason in f"{word}: {found[word.partition('=')[0]]}", settings
+        assert not unused_keys(configured_quickly([*base, *unused, *added.split()])), settings
         tried |= found.keys()
     assert tried == set(conditional_keys())
     assert tried <= set(known_keys())
@@ -124,12 +123,14 @@ def test_presets_and_values_that_switch_off_are_no_unused_keys(settings):
     assert not unused_keys(configured(settings.split()))
 
 
+GROUPS = sorted({path.parent.name for path in CONFIG_DIR.glob("*/*.yaml")} - {"model"})
+
+
 # One model of each family is checked by tests/test_config.py.
-GROUPS = [full("model"), *sorted({path.parent.name for path in CONFIG_DIR.glob("*/*.yaml")} - {"model"})]
-
-
-@pytest.mark.parametrize("group", GROUPS)
-def test_no_file_under_configs_sets_an_unused_key(group):
-    for path in sorted((CONFIG_DIR / group).glob("*.yaml")):
-        model = ["model=unet_tiny"] if group == "data" and path.stem in ("blue_marble", "cifar10", "pictures") else []
-        assert not unused_keys(configured([*model, f"{group}={path.stem}"])), path
+@pytest.mark.parametrize("groups", [GROUPS, full(["model"])], ids=" ".join)
+def test_no_file_under_configs_sets_an_unused_key(groups):
+    paths = [sorted((CONFIG_DIR / group).glob("*.yaml"), reverse=True) for group in groups]
+    files = [[f"{path.parent.name}={path.stem}" for path in paths_of_group] for paths_of_group in paths]
+    for choices in map(set, itertools.zip_longest(*files)):
+        model = ["model=unet_tiny"] if choices & {"data=blue_marble", "data=cifar10", "data=pictures"} else []
+        assert not unused_keys(configured([*model, *(choices - {None})])), choices

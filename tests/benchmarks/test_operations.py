@@ -65,8 +65,8 @@ def test_a_gpu_computes_the_loss_of_gpt_125m_in_one_block_compiled_and_in_few_bl
     ("recomputed", "model"),
     [
         *(("none", model) for model in FAMILIES),
-        ("selective", "gpt_1b3"),
-        ("full", "llama_1b"),
+        ("selective", "gpt_tiny"),
+        ("full", "llama_tiny"),
         *(full(recomputed, model) for recomputed in ("none", "selective", "full") for model in ("gpt_1b3", "llama_1b")),
     ],
 )

@@ -10,7 +10,7 @@ from gpt4d.checkpoint import checkpoint_dir
 from gpt4d.config import ConfigError
 from tests.support.checkpoints import equal, tensors_of
 from tests.support.commands import wrong_messages
-from tests.support.grids import metric_lines, train_in_rank
+from tests.support.grids import full, metric_lines, train_in_rank
 from tests.support.rank_pool import RankFailure
 
 
@@ -21,11 +21,12 @@ def source(ranks, tiny, tmp_path):
     return tmp_path / "source"
 
 
-def test_a_run_starts_from_averaged_weights_on_any_grid_and_later_resumes_from_its_own(ranks, tiny, source):
+@pytest.mark.parametrize("plan", [("parallel.gx=2",), full(("parallel.gx=2", "parallel.pipeline.stages=2"))])
+def test_a_run_starts_from_averaged_weights_on_any_grid_and_later_resumes_from_its_own(ranks, tiny, source, plan):
     # With a learning rate of 0, neither the weights nor their averages change.
     settings = [f"checkpoint.init={source}", "optim.lr=0", "optim.ema_decay=0.9", "train.batch_size=8"]
-    config = tiny(*settings, "train.steps=2", "parallel.gx=2", "parallel.pipeline.stages=2")
-    ranks.run(4, train_in_rank, config)
+    config = tiny(*settings, "train.steps=2", *plan)
+    ranks.run(2 * len(plan), train_in_rank, config)
     averages = tensors_of(source, "extra.average.")
     assert averages and not equal(averages, tensors_of(source, "model."))
     assert equal(tensors_of(config.run.dir, "model."), averages)

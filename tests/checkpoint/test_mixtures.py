@@ -35,9 +35,9 @@ def assert_equal_runs(config, serial):
         torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("optimizer", ["optim.algorithm=muon", full("optim.algorithm=adamw")])
-def test_a_mixture_continues_on_grids_with_other_numbers_of_experts_per_device(ranks, tiny, tmp_path, optimizer):
-    settings = (*MOE, optimizer, "train.steps=5", "optim.schedule_steps=5")
+@pytest.mark.parametrize(("optimizer", "count"), [("muon", 3), full("muon", 5), full("adamw", 5)])
+def test_a_mixture_continues_on_grids_with_other_numbers_of_experts_per_device(ranks, tiny, tmp_path, optimizer, count):
+    settings = (*MOE, f"optim.algorithm={optimizer}", f"train.steps={count}", "optim.schedule_steps=5")
     serial = tiny(*settings, f"run.dir={tmp_path}/serial")
     ranks.run(1, train_in_rank, serial)
     parts = [
@@ -47,7 +47,7 @@ def test_a_mixture_continues_on_grids_with_other_numbers_of_experts_per_device(r
         (4, ("parallel.gx=2", "parallel.gy=2")),
         (1, ()),
     ]
-    for steps, (world_size, plan) in enumerate(parts, start=1):
+    for steps, (world_size, plan) in enumerate(parts[:count], start=1):
         config = tiny(*settings, f"train.steps={steps}", *plan)
         ranks.run(world_size, train_in_rank, config)
     assert_equal_runs(config, serial)
@@ -57,7 +57,7 @@ def test_a_mixture_continues_on_grids_with_other_numbers_of_experts_per_device(r
 def test_the_states_of_the_only_expert_of_a_device_are_split_over_data(ranks, tiny, tmp_path, optimizer):
     settings = (
         *MOE, f"optim.algorithm={optimizer}", "model.experts=2", "model.experts_per_token=1",
-        "model.normalized_weights=false", "train.steps=4", "train.validate_every=2", "optim.validate_averages=true",
+        "model.normalized_weights=false", "train.steps=2", "train.validate_every=1", "optim.validate_averages=true",
     )  # fmt: skip
     serial = tiny(*settings, f"run.dir={tmp_path}/serial")
     ranks.run(1, train_in_rank, serial)
@@ -95,9 +95,9 @@ def test_the_export_of_a_trained_import_has_its_validation_loss(ranks, tiny, tmp
     words = [word for word in command.split() if word.startswith(("model", "checkpoint.init="))]
     config = tiny(
         "model.vocab_multiple=1", *words, "train.batch_size=4", "train.steps=3", "train.validate_every=3",
-        "train.validation_batches=3", "parallel.gz=2", "parallel.gx=2",
+        "train.validation_batches=3", "parallel.gz=2",
     )  # fmt: skip
-    ranks.run(4, train_in_rank, config)
+    ranks.run(2, train_in_rank, config)
     exporter.export(Checkpoint.open(Path(config.run.dir)), tmp_path / "out")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     files = prepared(config.data).first

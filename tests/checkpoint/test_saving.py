@@ -126,6 +126,8 @@ def test_failed_background_save_soon_fails_the_run(ranks, tiny):
         ranks.run(2, train_on_a_small_disk, run, 60_000)
     assert len((Path(run.run.dir) / "metrics.jsonl").read_text().splitlines()) < 400
     assert names(Path(run.run.dir)) == []
+    ranks.run(2, train_in_rank, tiny("train.steps=4"))
+    assert names(Path(run.run.dir)) == ["step_00000004"]
 
 
 @pytest.fixture

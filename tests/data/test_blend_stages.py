@@ -1,5 +1,7 @@
 """Weights of a blend that change with the progress of a run: the index of a sample decides its source and position."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -142,24 +144,21 @@ def test_blends_of_one_stage_and_of_megatrons_files_have_the_samples_of_a_blend_
 
 
 def test_stages_that_are_not_possible_are_one_line_before_a_process_group_exists(tiny, sources):
-    a, b, _ = map(str, sources)
-    fractions, above_0 = "is not a stage; use fractions of the run", "use weights above 0"
+    config, (a, b, _) = tiny(*staged(sources)), map(str, sources)
+    fractions, above_0, first = "is not a stage; use fractions of the run", "use weights above 0", {a: 1}
     for value, message in (
-        (f"{{0: {{{a}: 1}}, 0.8: {{no/such: 1}}}}", "no/such is not a directory of token files; use directories that"),
-        (
-            f"{{0: {{{a}: 1}}, 0.8: {{{b}: 1}}, 0.5: {{{a}: 1}}}}",
-            "a stage at 0.5 follows a stage at 0.8; use increasing",
-        ),
-        (f"{{0: {{{a}: 1}}, 1: {{{b}: 1}}}}", "a stage at 1 follows a stage at 0; use increasing fractions below 1"),
-        (f"{{0.1: {{{a}: 1}}, 0.8: {{{b}: 1}}}}", "the first stage begins at 0.1 of the run; let it begin at 0"),
-        (f"{{0: {{{a}: 1}}, 0.8: {{{b}: 0}}}}", f"the weight of {b} from 0.8 on is 0; {above_0}, and leave out"),
-        (f"{{0: {{{a}: 1}}, 0.8: {{{b}: -2}}}}", f"the weight of {b} from 0.8 on is -2; {above_0}"),
-        (f"{{0: {{{a}: 1}}, 0.8: {{{b}: true}}}}", f"the weight of {b} from 0.8 on is True; {above_0}"),
-        (f"{{0: {{{a}: 1}}, {b}: 2}}", f"{b}: 2 {fractions} and the weights from there on: 'data"),
-        (f"{{0: {{{a}: 1}}, {b}: {{{a}: 2}}}}", rf"{b}: \{{.*\}} {fractions}"),
-        (f"{{0: {{{a}: 1}}, 0.8: {{}}}}", rf"0.8: \{{\}} {fractions}"),
+        ({0: first, 0.8: {"no/such": 1}}, "no/such is not a directory of token files; use directories that"),
+        ({0: first, 0.8: {b: 1}, 0.5: first}, "a stage at 0.5 follows a stage at 0.8; use increasing"),
+        ({0: first, 1: {b: 1}}, "a stage at 1 follows a stage at 0; use increasing fractions below 1"),
+        ({0.1: first, 0.8: {b: 1}}, "the first stage begins at 0.1 of the run; let it begin at 0"),
+        ({0: first, 0.8: {b: 0}}, f"the weight of {b} from 0.8 on is 0; {above_0}, and leave out"),
+        ({0: first, 0.8: {b: -2}}, f"the weight of {b} from 0.8 on is -2; {above_0}"),
+        ({0: first, 0.8: {b: True}}, f"the weight of {b} from 0.8 on is True; {above_0}"),
+        ({0: first, b: 2}, f"{b}: 2 {fractions} and the weights from there on: 'data"),
+        ({0: first, b: {a: 2}}, rf"{b}: \{{.*\}} {fractions}"),
+        ({0: first, 0.8: {}}, rf"0.8: \{{\}} {fractions}"),
     ):
         with one_line(rf"^data\.blend=.*: {message}"):
-            validate(tiny("data=blend", f"data.blend={value}"), 1)
+            validate(replace(config, data=replace(config.data, blend=value)), 1)
     with one_line(r"^train\.epochs=2\.0: the stages of data\.blend begin at fractions of a run"):
         validate(tiny(*staged(sources), "train.epochs=2", "train.steps=600"), 1)

@@ -169,7 +169,7 @@ def test_a_run_on_megatrons_files_equals_a_run_on_token_files(ranks, tiny, tmp_p
     for name, words in data.items():
         for reset in (False, True):
             run = tiny(f"run.dir={tmp_path}/{name}{reset}", "train.steps=2", f"data.reset_attention={reset}", *words)
-            ranks.run(2, train_in_rank, run)
+            ranks.run(1, train_in_rank, run)
             found[name, reset] = [line["loss"] for line in metric_lines(run.run.dir)]
     assert found["own", False] == found["megatron", False] and len(found["own", False]) == 2
     assert found["own", True] == pytest.approx(found["megatron", True], rel=1e-6)
@@ -180,14 +180,15 @@ def test_a_blend_of_prefixes_trains_without_a_tokenizer_and_resumes(ranks, tiny,
     first = write(tmp_path / "a", random_documents(1))
     second = write(tmp_path / "b", random_documents(2), "int32")
     words = [*blend_of({first: 0.3, second: 0.7}), "data.validation_fraction=0.2", "data.reset_attention=true"]
+    common = [*words, "train.steps=4", "train.validate_every=2", "checkpoint.every=2"]
+    resume = f"checkpoint.resume={tmp_path}/straight/checkpoints/step_00000002"
     found = []
-    for name, stops in (("straight", (4,)), ("resumed", (2, 4))):
-        for stop in stops:
-            run = tiny(*words, f"train.steps={stop}", "train.validate_every=2", f"run.dir={tmp_path / name}")
-            ranks.run(1, train_in_rank, run)
+    for name, more in (("straight", ()), ("resumed", (resume,))):
+        run = tiny(*common, *more, f"run.dir={tmp_path / name}")
+        ranks.run(1, train_in_rank, run)
         found.append(metric_lines(run.run.dir))
     assert [*found[0][-1]["sources"]] == ["a", "b"]
-    assert [line["loss"] for line in found[0]] == [line["loss"] for line in found[1]]
+    assert [line["loss"] for line in found[0]][2:] == [line["loss"] for line in found[1]]
 
 
 def test_a_blend_of_a_prefix_and_a_token_directory_needs_its_tokenizer(ranks, tiny, tmp_path):

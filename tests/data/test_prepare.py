@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -344,14 +345,15 @@ def test_train_accepts_a_blend_of_token_files(ranks, tiny, config, files, more, 
 
 
 def test_an_invalid_blend_is_rejected(tiny):
+    config, weights = tiny(), (0, "x", math.inf, True, math.nan)
     for blends, message in (
-        (("{}", "null", "3"), "not a map of directories to weights above 0; use"),
-        ([f"{{a: {w}, b: 1}}" for w in (0, "x", "inf", "true", "nan")], "the weight of a is .*; use weights above 0"),
-        (["{1: 0.5}"], "1 is not a directory of token files; use directories that python"),
+        (({}, None, 3), "not a map of directories to weights above 0; use"),
+        ([{"a": weight, "b": 1} for weight in weights], "the weight of a is .*; use weights above 0"),
+        ([{1: 0.5}], "1 is not a directory of token files; use directories that python"),
     ):
         for blend in blends:
             with one_line(rf"^data\.blend=.*: {message}"):
-                validate(tiny("data=blend", f"data.blend={blend}"), 1)
+                validate(replace(config, data=replace(config.data, source="blend", blend=blend)), 1)
 
 
 def test_invalid_arguments_are_reported_in_one_line(corpus):

@@ -142,7 +142,7 @@ def run(ranks, configure, tmp_path):
 STREAM = "data.stream=true"
 
 
-@pytest.mark.parametrize("grid", [full((1, 1, 1, 1)), (2, 1, 1, 2)])
+@pytest.mark.parametrize("grid", [full((1, 1, 1, 1)), (1, 1, 1, 2), full((2, 1, 1, 2))])
 def test_losses_equal_those_of_prepared_tokens_in_the_order_of_the_files(run, grid):
     order = "data.shuffle=false", "train.steps=10", "train.batch_size=48"  # 480 sequences, more than an epoch
     expected = run("prepared", *order, grid=grid)
@@ -153,7 +153,7 @@ def test_losses_equal_those_of_prepared_tokens_in_the_order_of_the_files(run, gr
     "grids",
     [
         full(((1, 1, 1, 1), (1, 1, 1, 1))),
-        ((1, 1, 1, 1), (1, 1, 1, 2), (2, 1, 1, 1)),
+        ((1, 1, 1, 2), (2, 1, 1, 1)),
         full(((2, 1, 1, 2), (1, 2, 2, 1), (1, 1, 2, 2), (1, 1, 1, 1), (1, 1, 1, 4))),
     ],
     ids=str,

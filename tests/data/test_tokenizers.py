@@ -67,10 +67,15 @@ def _cached_gpt2():
 
 @pytest.fixture
 def changed(gpt2, tmp_path):
-    """Return a function that reads GPT-2's tokenizer from a file whose content ``change`` has edited."""
+    """Return a function that reads GPT-2's tokenizer, by default with few merges, after ``change`` of its content."""
 
-    def read(change):
+    def read(change, whole=False):
         content = json.loads(gpt2.to_str())
+        model = content["model"]
+        if not whole:
+            model["merges"] = model["merges"][:2000]
+            kept = {token: id for token, id in model["vocab"].items() if id < 256 + 2000}
+            model["vocab"] = kept | {tokenizers.END_OF_TEXT: 50256}
         change(content)
         (tmp_path / "changed.json").write_text(json.dumps(content))
         return tokenizers.read(tmp_path / "changed.json")
@@ -92,7 +97,7 @@ def test_the_name_of_the_end_token_in_a_text_is_encoded_as_text(changed):
 
 
 def test_dropout_of_a_tokenizer_is_disabled(gpt2, changed):
-    tokenizer = changed(lambda content: content["model"].update(dropout=0.5))
+    tokenizer = changed(lambda content: content["model"].update(dropout=0.5), whole=True)
     text = "a text of several words, some of them uncommon"
     assert {tuple(tokenizers.encode(tokenizer, text)) for _ in range(10)} == {tuple(gpt2.encode(text).ids)}
 
@@ -133,7 +138,7 @@ def test_the_vocabulary_of_a_tokenizer_that_skips_ids_includes_the_last(changed,
         content["model"]["merges"] = []
 
     path = tmp_path / "gaps.json"
-    changed(with_gaps).save(str(path))
+    changed(with_gaps, whole=True).save(str(path))
     with pytest.raises(ConfigError, match=r"its 70001 tokens are more than data\.tokenizer_vocab=70000; raise"):
         tokenizers.from_config(replace(small, tokenizer=str(path), tokenizer_vocab=70_000))
     files = prepare.prepare(replace(small, tokenizer=str(path), tokenizer_vocab=70_001), tmp_path / "out")
@@ -143,7 +148,7 @@ def test_the_vocabulary_of_a_tokenizer_that_skips_ids_includes_the_last(changed,
     assert files.tokenizer().decode(ids[ids != files.end_of_text][:20].tolist()).isascii()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_speeches_have_the_known_number_of_gpt2_tokens(gpt2):
     """The speeches joined by empty lines have 2,389,404 tokens, two of them for each of the 248 joints."""
     texts = [document.text for document in documents.documents(DataConfig())]
@@ -199,7 +204,7 @@ def test_an_unusable_tokenizer_is_rejected(small, tmp_path):
 def test_documents_end_with_the_eos_token_that_the_tokenizer_names(changed, small, tmp_path):
     source = tmp_path / "source"
     source.mkdir()
-    tokenizer = changed(lambda content: None)
+    tokenizer = changed(lambda content: None, whole=True)
     tokenizer.add_special_tokens(["<end>"])
     tokenizer.save(str(source / "tokenizer.json"))
     settings = {"eos_token": {"content": "<end>"}, "pad_token": "<end>", "chat_template": "{{ messages }}"}

@@ -37,7 +37,8 @@ def tokens(small):
 def test_the_default_is_the_size_of_the_tokenizer_of_the_data(tokens, tmp_path):
     (directory, size), models = tokens, itertools.cycle(TINY)
     tokenizer = f"data.tokenizer={directory}"
-    prefix = write(tmp_path / "a", random_documents())
+    prefix, large = write(tmp_path / "a", random_documents()), "model=gpt_125m"
+    others = itertools.cycle([([large], 50257), ([large, DEFAULT], size), (["model.vocab_size=999"], 999)])
     for words in (
         ["data=tokens", f"data.path={directory}"],
         ["data=blend", f"data.blend={{{prefix}: 1, {directory}: 2}}"],
@@ -49,9 +50,8 @@ def test_the_default_is_the_size_of_the_tokenizer_of_the_data(tokens, tmp_path):
     ):
         config = configured([f"model={next(models)}", *words])
         assert (config.model.vocab_size, config.data.tokenizer_vocab) == (size, size), words
-        assert configured(["model=gpt_125m", *words]).model.vocab_size == 50257
-        assert configured(["model=gpt_125m", *words, DEFAULT]).model.vocab_size == size
-        assert configured([*words, "model.vocab_size=999"]).model.vocab_size == 999
+        stated, expected = next(others)
+        assert configured([*words, *stated]).model.vocab_size == expected
     assert configured(["data.tokenizer=gpt2"]).model.vocab_size == 50257
 
 

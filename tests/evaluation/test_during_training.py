@@ -22,7 +22,7 @@ from tests.support.settings import configured
 
 DROPOUT = ("model.dropout=0.1", "model.attention_dropout=0.1", "train.deterministic=true")
 PLANS = [
-    (1, ["optim.ema_decay=0.9"]),
+    full(1, ["optim.ema_decay=0.9"]),
     full(2, ["parallel.gz=2", "optim.ema_decay=0.9"]),
     (3, ["parallel.pipeline.stages=2", "parallel.pipeline.stage_grids=[1x1x2x1,1x1x1x1]", "optim.ema_decay=0.9"]),
     full(2, ["parallel.gdata=2", "optim.shard_states=true", "optim.ema_decay=0.9"]),
@@ -41,19 +41,19 @@ def results_of(checkpoint, names, limit):
 @pytest.mark.parametrize(("world", "overrides"), PLANS, ids=str)
 def test_results_equal_those_of_the_checkpoint_and_no_loss_changes_a_bit(ranks, tiny, tmp_path, world, overrides):
     tasks = [*map(str, write_tasks(tmp_path).values())]
-    common = [*DROPOUT, *overrides, "train.steps=5", "checkpoint.every=2", "checkpoint.keep=9"]
+    common = [*DROPOUT, *overrides, "train.steps=3", "checkpoint.every=2", "checkpoint.keep=9"]
     evaluated = [f"evaluate.tasks=[{','.join(tasks)}]", "evaluate.every=2", "evaluate.limit=4", "evaluate.batch_size=3"]
     found = []
     for name, words in (("plain", []), ("evaluated", evaluated)):
         ranks.run(world, train_in_rank, tiny(*common, *words, f"run.dir={tmp_path / name}"))
         found.append([(line["loss"], line["grad_norm"]) for line in metric_lines(tmp_path / name)])
-    assert found[0] == found[1] and len(found[0]) == 5
+    assert found[0] == found[1] and len(found[0]) == 3
     lines = [json.loads(line) for line in (tmp_path / "evaluated" / "metrics.jsonl").read_text().splitlines()]
     events = [line for line in lines if line.get("event") == "evaluation"]
-    assert [line["step"] for line in events] == [2, 4, 5]
-    assert [line["tokens"] for line in events] == [step * 16 * 16 for step in (2, 4, 5)]
+    assert [line["step"] for line in events] == [2, 3]
+    assert [line["tokens"] for line in events] == [step * 16 * 16 for step in (2, 3)]
     assert events[0]["limit"] == 4
-    for event in (events[0], events[2]):
+    for event in events:
         checkpoint = tmp_path / "evaluated" / "checkpoints" / f"step_{event['step']:08}"
         (expected,) = ranks.run(1, results_of, checkpoint, tasks, 4)
         assert event["tasks"].keys() == {"choices", "answers", "rolling"} == expected.keys()

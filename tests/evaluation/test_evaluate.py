@@ -31,20 +31,18 @@ def lines_of(run_dir):
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_results_go_to_the_console_a_file_and_the_metrics_of_the_run_on_every_plan(ranks, tiny, files, tmp_path):
+def test_results_go_to_the_console_a_file_and_the_metrics_of_the_run(ranks, tiny, files, tmp_path, capsys):
     config, run_dir = tiny("train.steps=3"), tmp_path / "run"
     ranks.run(1, train_in_rank, config)
     before = lines_of(run_dir)
-    tasks = f"tasks={files['choices']},{files['answers']}"
-    found = []
-    for count, plan in ((1, []), (2, ["gx=2"])):
-        out = tmp_path / f"results-{count}.json"
-        command = ("-m", "gpt4d.evaluate", f"checkpoint={run_dir}", tasks, f"out={out}", "limit=4", *plan)
-        done = run_command(ranks.context, *command, ranks=count)
-        assert done.returncode == 0, done.stderr
-        assert "acc_norm" in done.stdout and "exact_match" in done.stdout
-        found.append(json.loads(out.read_text()))
-    first, second = found
+    arguments = [f"checkpoint={run_dir}", f"tasks={files['choices']},{files['answers']}", "limit=4"]
+    outs = [tmp_path / f"results-{number}.json" for number in range(2)]
+    evaluate.main([*arguments, f"out={outs[0]}"])
+    done = run_command(ranks.context, "-m", "gpt4d.evaluate", *arguments, f"out={outs[1]}", "gx=2", ranks=2)
+    assert done.returncode == 0, done.stderr
+    for printed in (capsys.readouterr().out, done.stdout):
+        assert "acc_norm" in printed and "exact_match" in printed
+    first, second = (json.loads(out.read_text()) for out in outs)
     assert first["checkpoint"] == str(run_dir / "checkpoints" / "step_00000003") and first["limit"] == 4
     assert {"acc", "acc ± error", "acc_norm"} <= first["tasks"]["choices"].keys()
     for task, values in first["tasks"].items():

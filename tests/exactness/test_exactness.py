@@ -9,19 +9,16 @@ from tests.exactness.comparison import check
 from tests.support.grids import full
 
 CHUNK = 12  # cases of a test
-SEEDS = (151, 153, 154, 155, 159, 160, 161, 164, 165, 166, 167, 169, 172)  # 155 has parts of heads of keys and values
+SEEDS = (153, 154, 155, 158, 164, 165, 166, 169, 172)  # 155 has parts of heads of keys and values
 MORE_SEEDS = [range(first, first + CHUNK) for first in (150, 162, *range(1000, 1504, CHUNK))]
-
-
-def failures(ranks, seeds):
-    results = [check(ranks, draw(seed)) for seed in seeds]
-    assert sum(bool(result.rejection) for result in results) <= len(seeds) // 2, "too few cases were trained"
-    return "\n".join(f"{result.case}: {result.problem}" for result in results if result.problem)
 
 
 @pytest.mark.parametrize("seeds", [SEEDS, *map(full, MORE_SEEDS)], ids=lambda seeds: str(seeds[0]))
 def test_random_configurations_train_as_on_one_device(ranks, seeds):
-    assert not failures(ranks, seeds)
+    results = [check(ranks, draw(seed)) for seed in seeds]
+    assert sum(bool(result.rejection) for result in results) <= len(seeds) // 2, "too few cases were trained"
+    problems = [f"{result.case}: {result.problem}" for result in results if result.problem]
+    assert not problems, "\n".join(problems)
 
 
 def test_the_fixed_seeds_have_every_family_plan_and_uneven_axes():
@@ -31,6 +28,7 @@ def test_the_fixed_seeds_have_every_family_plan_and_uneven_axes():
     assert {3, 5, 6, 8} <= {case.world_size for case in cases}
 
 
+@pytest.mark.full
 def test_few_random_configurations_are_rejected():
     rejected = 0
     for seed in range(2000, 2040):

@@ -34,9 +34,8 @@ MORE_GRIDS = {
     MoeConfig: [GridSizes(1, 1, 3), GridSizes(1, 2, 4), GridSizes(2, 1, 3)],
 }
 # Digits are x, y, z and data of a grid for each of MODELS. Each pair of sizes of two axes occurs.
-_CHOSEN = "2221", "2122", "14", "2212", "1222", "412", "32", "111", "32", "222", "113", "1"
+_CHOSEN = "222", "2112", "14", "1212", "1122", "22", "14", "1", "32", "212", "113", "12"
 SAMPLED_GRIDS = {(name, GridSizes(*map(int, sizes))) for name, sizes in zip(MODELS, _CHOSEN, strict=True)}
-SAMPLED_GRIDS |= {("gemma3", GridSizes(2, 2, 2))}
 
 
 def sampled(cases, chosen):
@@ -116,7 +115,7 @@ def gradients(sizes, compute_dtype):
     return {n: global_tensor(p.grad, p.spec, grid) for n, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("sizes", [BINARY_GRIDS[0], BINARY_GRIDS[14]], ids=str)
+@pytest.mark.parametrize("sizes", [BINARY_GRIDS[0], GridSizes(2, 1, 2)], ids=str)
 def test_bf16_compute_gives_fp32_gradients_near_those_of_fp32(ranks, sizes):
     exact, near = (ranks.run(sizes.devices, gradients, sizes, dtype)[0] for dtype in (torch.float32, torch.bfloat16))
     for name, grad in exact.items():

@@ -87,12 +87,12 @@ def step(config, world_size, state):
     ("devices", "sizes", "changes"),
     [
         (1, ONE, {}),
-        (8, GridSizes(1, 2, 2, 2), {}),
+        (4, GridSizes(1, 2, 1, 2), {}),
         (8, GridSizes(2, 2, 2), {"activation_checkpointing": "full"}),
         (4, GridSizes(2, 1, 2), {"replicated_layers": 2, "scatter_heads": False}),
-        (6, ONE, {"pipeline": {"stages": 2, "stage_grids": ["2x1x1x2", "1x2x1x1"]}}),
+        (4, ONE, {"pipeline": {"stages": 2, "stage_grids": ["1x1x1x2", "1x2x1x1"]}}),
         (2, ONE, {"pipeline": {"stages": 2, "schedule": "interleaved_1f1b", "chunks_per_stage": 2}}),
-        *(full(s.devices, s, {}) for s in BINARY_GRIDS[1:] if s != GridSizes(1, 2, 2, 2)),
+        *(full(s.devices, s, {}) for s in BINARY_GRIDS[1:] if s != GridSizes(1, 2, 1, 2)),
     ],
     ids=str,
 )

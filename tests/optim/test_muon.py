@@ -27,13 +27,14 @@ MODELS = {
         "model=llama_tiny", "model.layers=2", "model.hidden=48", "model.heads=12", "model.key_value_heads=6",
         "model.head_size=4", "model.inner=60", "model.vocab_size=300", "model.qkv_bias=true", "model.tied=false",
     ],
-    "unet": ["model=unet_tiny"],
+    "unet": ["model=unet_tiny", "model.image_size=8", "model.channels=16", "model.multipliers=[1,2]", "model.groups=2",
+             "model.blocks_per_level=1", "model.attention_at=[8,4]", "model.head_size=8"],
     "moe": [
-        "model=moe", "model.layers=2", "model.hidden=48", "model.heads=12", "model.key_value_heads=6",
+        "model=moe", "model.layers=1", "model.hidden=48", "model.heads=12", "model.key_value_heads=6",
         "model.head_size=4", "model.inner=36", "model.experts=12", "model.shared_inner=24", "model.vocab_size=300",
     ],
 }  # fmt: skip
-STEPS = 4
+STEPS = 3
 
 
 def muon_config(model: str, *overrides: str) -> Config:
@@ -87,20 +88,21 @@ def serial(ranks):
 
 SHARD = ("optim.shard_states=true",)
 PLANS = [
-    ("gpt", GridSizes(2, 1, 2, 2), ()),
+    ("gpt", GridSizes(1, 1, 2, 2), ()),
     ("gpt", GridSizes(2, 2), ("parallel.rank_order=yx", "parallel.gx=2", "parallel.gy=2")),
     ("llama", GridSizes(3, 2, 1, 1), ()),
     ("llama", GridSizes(2, 1, 1, 2), SHARD),
     ("unet", GridSizes(2, 2, 1, 1), ()),
-    ("moe", GridSizes(2, 1, 2, 2), ()),
     ("moe", GridSizes(1, 2, 3, 1), ()),
     ("moe", GridSizes(1, 1, 2, 3), SHARD),  # data splits the experts of a rank
     full("moe", GridSizes(1, 1, 4, 2), SHARD),  # data does not split them
+    full("gpt", GridSizes(2, 1, 2, 2), ()),
     full("gpt", GridSizes(2, 2, 2, 2), ()),
     full("gpt", GridSizes(1, 1, 1, 3), SHARD),
     full("llama", GridSizes(2, 3, 2, 1), ("parallel.replicated_layers=2",)),
     full("llama", GridSizes(1, 1, 3, 4), ()),
     full("unet", GridSizes(2, 2, 2, 2), ()),
+    full("moe", GridSizes(2, 1, 2, 2), ()),
     full("moe", GridSizes(2, 2, 1, 2), ()),
     full("moe", GridSizes(1, 1, 4, 4), ()),
 ]

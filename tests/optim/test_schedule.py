@@ -136,18 +136,18 @@ def lines_of(run_dir):
 
 
 def test_a_decay_that_branches_off_a_stable_run_equals_a_run_with_that_decay_to_the_last_bit(ranks, tiny, tmp_path):
-    straight = tiny("optim.schedule=wsd", "optim.decay_fraction=0.25", "train.steps=16")
+    straight = tiny("optim.schedule=wsd", "optim.decay_fraction=0.25", "train.steps=12")
     ranks.run(1, train_in_rank, straight)
     expected = lines_of(straight.run.dir)
-    assert [lr for _, lr, *_ in expected[5:12]] == 7 * [0.005] and expected[-1][1] < 0.002
+    assert [lr for _, lr, *_ in expected[5:9]] == 4 * [0.005] and expected[-1][1] < 0.002
     for name, stable in STABLE.items():
         trunk = tmp_path / name
-        ranks.run(1, train_in_rank, tiny(*stable, "train.steps=14", "checkpoint.every=12", f"run.dir={trunk}"))
-        decay = ["optim.schedule=wsd", "optim.decay_from=12", "train.steps=16", f"run.dir={tmp_path / name}-decay"]
-        branch = tiny(*decay, f"checkpoint.resume={trunk / 'checkpoints/step_00000012'}")
+        ranks.run(1, train_in_rank, tiny(*stable, "train.steps=10", "checkpoint.every=9", f"run.dir={trunk}"))
+        decay = ["optim.schedule=wsd", "optim.decay_from=9", "train.steps=12", f"run.dir={tmp_path / name}-decay"]
+        branch = tiny(*decay, f"checkpoint.resume={trunk / 'checkpoints/step_00000009'}")
         ranks.run(1, train_in_rank, branch)
-        assert lines_of(trunk)[:12] + lines_of(branch.run.dir) == expected
-        checkpoint = Checkpoint(Path(branch.run.dir) / "checkpoints/step_00000016")
+        assert lines_of(trunk)[:9] + lines_of(branch.run.dir) == expected
+        checkpoint = Checkpoint(Path(branch.run.dir) / "checkpoints/step_00000012")
         assert not checkpoint.check_settings(tiny(*decay)), "the branch resumes without its first checkpoint"
 
 

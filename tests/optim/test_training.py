@@ -23,7 +23,7 @@ serial = serial_fixture(MUON, train_in_rank, losses)
 
 def test_a_run_continues_on_other_grids_and_stages(ranks, tiny, serial):
     parts = (
-        (4, 8, ("parallel.gx=2", "parallel.gy=2", "parallel.gz=2")),
+        (4, 4, ("parallel.gx=2", "parallel.gz=2")),
         (7, 3, (STAGES + "3", "optim.shard_states=true")),
     )
     for steps, world_size, settings in (*parts, (STEPS, 1, ())):

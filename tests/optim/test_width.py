@@ -60,9 +60,9 @@ TEXTS = {
     "gemma3": ["model=gemma3_tiny"],
 }  # fmt: skip
 UNET = ["model=unet_tiny", "model.image_size=8", "model.multipliers=[1]", "model.blocks_per_level=1",
-        "model.attention_at=[8]", "model.groups=4", "model.head_size=8", "model.base_channels=32"]  # fmt: skip
+        "model.attention_at=[8]", "model.groups=4", "model.head_size=8", "model.base_channels=16"]  # fmt: skip
 OPTIMIZERS = {
-    "adamw": ["optim.lr=0.005"],
+    "adamw": ["optim.lr=0.005", "optim.algorithm=adamw"],
     "muon": ["optim.lr=0.005", "optim.algorithm=muon"],
     "original scale of muon": ["optim.lr=0.02", "optim.algorithm=muon", "optim.muon.scale=original"],
 }
@@ -71,7 +71,7 @@ OPTIMIZERS = {
 def of_width(family, features):
     """Return the overrides of a model with a number of channels or of hidden features."""
     if family == "unet":
-        return [*UNET, f"model.channels={features}"]
+        return [*UNET, f"model.channels={features // 2}"]
     heads = features // 8
     of_llama = [f"model.key_value_heads={heads}", "model.head_size=8", f"model.inner={3 * features}"]
     sizes = ["model.layers=2", "model.vocab_size=100", "model.base_hidden=32", "train.seq_len=16"]

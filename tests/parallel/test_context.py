@@ -48,7 +48,7 @@ def test_all_ranks_have_equal_work():
     assert set(pairs) == {4.0}
 
 
-RESUMED = [(4, ["parallel.context=4", "parallel.gz=2"]), (4, ["parallel.context=2", "parallel.gx=2"])]
+RESUMED = [(4, ["parallel.context=4", "parallel.gz=2"]), (2, ["parallel.context=2"])]
 
 
 def test_a_run_continues_with_other_numbers_of_ranks_per_sequence(ranks, tiny):

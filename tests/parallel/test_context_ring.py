@@ -64,8 +64,8 @@ def by_ranks(case: Case, ring: bool):
     [
         Case(2, groups=2, chunks=2),
         Case(3, groups=1, recompute=True),
-        Case(4),
-        Case(2, recompute=True, window=5),
+        full(Case(4)),
+        full(Case(2, recompute=True, window=5)),
         Case(3, groups=2, window=7, packed=True),
         Case(4, chunks=2, recompute=True, packed=True),
         full(Case(4, groups=2, chunks=4, recompute=True)),

@@ -32,6 +32,7 @@ UNET = (
 )  # fmt: skip
 SPLIT = "train.micro_batch_size=2"
 GRID = ("parallel.gx=2", "parallel.gz=2", "train.micro_batch_size=2")
+CHUNKS = ("parallel.chunks=2", "train.activation_checkpointing=selective")
 PIPELINE = "parallel.pipeline."
 STAGES = (PIPELINE + "stages=2", PIPELINE + "microbatches=4")
 INTERLEAVED = ("model.layers=4", PIPELINE + "schedule=interleaved_1f1b", PIPELINE + "chunks_per_stage=2")
@@ -76,11 +77,14 @@ def with_and_without_graphs(config: Config, steps: int = STEPS) -> tuple[tuple, 
 BLEND = "data.blend={{{directory}/a: 2, {directory}/b: 1}}"
 CASES = {
     "llama": (1, (*LLAMA, SPLIT, "train.precision=bf16", "train.activation_checkpointing=full")),
-    "gpt grid": (4, (*GPT, *GRID, "train.activation_checkpointing=selective", "parallel.chunks=2")),
-    "blend": (2, (*GPT, "parallel.gx=2", SPLIT, "train.loss_chunks=2", "data=blend", BLEND)),
-    "gpt stages": (4, (*GPT, *STAGES, "parallel.gz=2", PIPELINE + "schedule=1f1b", "optim.shard_states=true")),
+    "gpt grid": (2, (*GPT, "parallel.gz=2", SPLIT, *CHUNKS, "optim.shard_states=true")),
+    "blend": (1, (*GPT, SPLIT, "train.loss_chunks=2", "data=blend", BLEND)),
+    "gpt stages": (2, (*GPT, *STAGES, PIPELINE + "schedule=1f1b")),
 }
 FULL_CASES = {
+    "blend grid": (2, (*GPT, "parallel.gx=2", SPLIT, "train.loss_chunks=2", "data=blend", BLEND)),
+    "gpt larger grid": (4, (*GPT, *GRID, *CHUNKS)),
+    "gpt stages on grids": (4, (*GPT, *STAGES, "parallel.gz=2", PIPELINE + "schedule=1f1b", "optim.shard_states=true")),
     "gpt": (1, (*GPT, SPLIT)),
     "llama grid": (2, (*LLAMA, "parallel.gx=2", SPLIT, "parallel.chunks=2", "train.loss_chunks=2")),
     "llama stages": (2, (*LLAMA, *STAGES, PIPELINE + "schedule=zb_h1")),
@@ -100,8 +104,7 @@ FULL_CASES = {
 
 @pytest.mark.parametrize(
     ("world_size", "settings"),
-    [pytest.param(*values, id=name) for name, values in CASES.items()]
-    + [full(*values, id=name) for name, values in FULL_CASES.items()],
+    [(pytest.param if key in CASES else full)(*case, id=key) for key, case in (CASES | FULL_CASES).items()],
 )
 def test_replayed_steps_have_the_bits_and_the_bytes_of_steps_without_graphs(ranks, world_size, settings, tmp_path):
     for name in "ab":  # sources of the blend, whose tokens are random

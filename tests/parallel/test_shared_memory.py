@@ -138,14 +138,14 @@ def test_the_memory_of_a_host_has_room_for_pieces_of_long_tensors(ranks):
 
 
 def exit_of_rank_1(hosts):
-    """On a rank: an all-reduce of rank 0 that waits for rank 1 of its host."""
+    """On a rank: an all-reduce in which all ranks of the first host take part, but rank 1, for which they wait."""
     axis = grid_on_hosts(GridSizes(data=len(hosts)), hosts).data
     memories = vars(axis.transport).keys() & {"memory", "before", "after"}
     if dist.get_rank() == 1:
         for memory in memories:
             for peer in getattr(axis.transport, memory).peers.values():
                 peer.close()
-    elif dist.get_rank() == 0:
+    elif hosts[dist.get_rank()] == 0:
         axis.all_reduce(torch.ones(4))
 
 

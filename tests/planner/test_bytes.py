@@ -65,7 +65,7 @@ def bytes_of_a_step(config: Config, world_size: int) -> dict[str, float]:
         (3, GPT, "pipeline.stages=3 pipeline.schedule=interleaved_1f1b pipeline.chunks_per_stage=2", (LAYERS_6,)),
         (4, GPT, "gz=2 context=2 pipeline.stages=2 pipeline.schedule=1f1b", ()),
         (4, GROUPED, "gz=2 gdata=2 context=4", ()),
-        (4, SHORT, "gx=2 gz=2 context=2", (RECOMPUTE, "train.micro_batch_size=2")),
+        full(4, SHORT, "gx=2 gz=2 context=2", (RECOMPUTE, "train.micro_batch_size=2")),
         (4, GROUPED, "gz=4 context=4", (RING,)),
         full(8, GPT, "gx=2 sequence_parallel=true chunks=2 pipeline.stages=2 pipeline.schedule=zb_h1", ()),
         full(4, GPT, "gy=2 pipeline.stages=2", ("model=llama_tiny", "model.tied=false", "model.layers=4", BF16)),

@@ -61,7 +61,7 @@ def test_a_search_describes_the_model_once_for_each_padding_and_option(monkeypat
 
     monkeypatch.setattr(registry, "describe_run", record)
     config = configured([*GPT, "cluster.memory_gib=0.5"])
-    assert rank(config, 4, keys=KEYS).plans
+    assert rank(config, 2, keys=KEYS).plans
     assert len(described) == len(set(described)) > 2
 
 
@@ -90,10 +90,10 @@ def test_a_plan_has_no_option_that_it_does_not_need():
 @pytest.mark.parametrize("keys", [(), KEYS], ids=["fixed", "searched"])
 def test_at_least_is_the_minimum_over_everything_that_is_searched(keys):
     config = configured([*SMALL, "cluster.memory_gib=0.41"])
-    ranking, needed = rank(config, 4, keys=keys), []
+    ranking, needed = rank(config, 2, keys=keys), []
     assert not ranking.plans
     for level in levels(config, keys):
-        for sizes in grids(4):
+        for sizes in grids(2):
             if not grid_problem(level.description.rules, config.train, config.parallel, sizes):
                 estimate = estimate_of(level, sizes)
                 peaks = [estimate.memory_gib(size) for size in micro_batch_sizes(level.config, sizes)]
@@ -102,7 +102,7 @@ def test_at_least_is_the_minimum_over_everything_that_is_searched(keys):
     least = ranking.least()
     assert least.exact and least.gib == min(needed)
     with pytest.raises(ConfigError, match=rf"a step needs at least {least.gib:.1f} GiB of each \(grid {least.grid}"):
-        ranking.check(config, 4)
+        ranking.check(config, 2)
 
 
 def test_a_run_is_planned_in_hours_and_with_its_command():

@@ -149,6 +149,7 @@ def test_an_exception_in_the_commit_of_a_checkpoint_names_rank_0(ranks, tiny):
 
 def hang_beside_a_rank_that_ends_late(rank):
     """Rank 1 hangs. Rank 0, which reports that, ends a second after rank 1."""
+    shorten_timeouts()
     end = os._exit
     if rank == 0:
         os._exit = lambda code: (time.sleep(1.0), end(code))
@@ -171,14 +172,14 @@ def test_a_hang_is_reported_with_collective_axis_layer_and_missing_rank(ranks, t
 def test_a_hang_in_the_first_step_is_reported_even_if_its_report_cannot_be_written(ranks, tiny, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "hang").write_text("in the way")
-    fault = Fault(1, block, step=1, constants={STARTUP: 1.0}, shorten=False)
+    fault = Fault(1, block, step=1, constants={STARTUP: 1.0})
     output = ended_job(ranks.context, tiny(*HANGS), [1, 1], fault).outputs()[0]
     limit = r"waited \d+ s \(parallel.timeout_s \+ 1 s for the first steps\)"
     assert re.search(rf"error: hang: rank 0 on \S+ {limit} for all_gather z of tokens: rank 1", output), output
 
 
 def test_a_file_system_that_does_not_answer_ends_the_job(ranks, tiny):
-    fault = Fault(0, block, ("os", "write"), step=3)
+    fault = Fault(0, block, ("os", "write"), step=3, constants={("gpt4d.runtime.activity_watch", "MIN_LIMIT_S"): 1.5})
     output = "".join(ended_job(ranks.context, tiny(*HANGS), [1, 1], fault).outputs())
     assert re.search(r"error: hang: .*rank 0 on \S+ .*is in writing.py", output), output
 

@@ -39,7 +39,8 @@ _OTHERS = set(itertools.product(PHASES, (0, 1))) - {*_QUICK, ("begin", 1)}
 @pytest.mark.parametrize(("phase", "target"), [*_QUICK, *itertools.starmap(full, sorted(_OTHERS))])
 def test_a_hang_outside_the_collectives_names_the_rank_and_what_the_others_wait_for(ranks, tiny, phase, target):
     module, function, caller, name = PHASES[phase]
-    fault = Fault(target, block, (module, function), 5 if phase == "update" else None)
+    limit = {("gpt4d.runtime.activity_watch", "MIN_LIMIT_S"): 1.5}
+    fault = Fault(target, block, (module, function), 5 if phase == "update" else None, limit)
     if phase == "pending save":
         fault = functools.partial(save_forever_elsewhere, target)
     config = tiny("parallel.gz=2", "parallel.timeout_s=1", f"checkpoint.every={0 if phase == 'update' else 3}")

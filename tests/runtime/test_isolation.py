@@ -38,7 +38,7 @@ def wait_for_file(path) -> None:
 def stop_at_step_3(released, port_s, rank):
     """On a rank: wait in step 3 for the file ``released``, and for the port ``port_s`` seconds."""
     shorten_timeouts()
-    connection.PORT_S, connection.ANSWER_S, errors.PRINT_GRACE_S = port_s, 1.0, 0.0
+    connection.PORT_S, connection.ANSWER_S, errors.PRINT_GRACE_S = port_s, min(1.0, port_s), 0.0
     at_step(3, lambda _: wait_for_file(released))
 
 
@@ -80,7 +80,7 @@ def test_a_job_is_undisturbed_by_strangers_and_jobs_with_its_port_say_so_or_wait
     """A thousand messages change nothing. A requeued job has the port of its previous start, which may still end."""
     with start("a") as first:
         first.wait_for_step(2)
-        with start("b", first.port, port_s=1.0) as second:
+        with start("b", first.port, port_s=0.2) as second:
             assert second.exit_codes() == [75, 75], second.outputs()
             message = f"error: MASTER_PORT={first.port}: another process uses this port of {socket.gethostname()}; set "
             assert message in second.outputs()[0] and "Traceback" not in "".join(second.outputs())

@@ -1,6 +1,6 @@
 """A family and a task that gpt4d has never seen: trained, planned, saved on one grid and resumed on another.
 
-Gradients in float64 are compared in tests/parallel/pipeline/test_graph.py.
+Gradients in float64 are compared in tests/parallel/pipeline/test_runtime.py.
 """
 
 from dataclasses import replace
@@ -28,7 +28,7 @@ from tests.seams.plain_toy import RECOMPUTED, PlainToy, configure
 from tests.support.grids import bytes_planned, bytes_sent, full, metric_lines, on_grid, train_in_rank
 from tests.support.stages import run_events
 
-STEPS, SAVED, SAMPLES = 8, 4, 8
+STEPS, SAVED, SAMPLES = 12, 6, 8
 GRID, OTHER_GRID = GridSizes(2, 2, 2, 1), GridSizes(1, 2, 1, 2)
 TRAINING = (
     f"train.batch_size={SAMPLES}", f"train.steps={STEPS}", "train.validate_every=0", "optim.warmup_steps=3",
@@ -81,7 +81,7 @@ def test_toy_trains_like_plain_torch_and_sends_the_planned_bytes(ranks, tmp_path
     config = trained(ranks, tmp_path, sizes, *options)
     expected_losses, expected_validation, _ = plain_run(config)
     assert losses(config) == pytest.approx(expected_losses, rel=1e-5)
-    assert losses(config)[-1] < 0.9 * losses(config)[0]
+    assert losses(config)[-1] < 0.8 * losses(config)[0]
     (validation,) = run_events(tmp_path, "validation")
     assert validation["loss"] == pytest.approx(expected_validation, rel=1e-5)
     assert metric_lines(tmp_path)[-1]["rows"] == STEPS * SAMPLES * 3

@@ -14,7 +14,7 @@ from gpt4d.checkpoint import checkpoint_dir
 from gpt4d.runtime.launch import Launch
 from tests.slurm.cluster import ROOT, SlurmJob
 from tests.support.commands import overrides
-from tests.support.grids import full
+from tests.support.grids import full, train_in_rank
 from tests.support.jobs import SLURM_STEP
 
 PROMPT = 'it\'s "{said}" = $HOME, #1'
@@ -78,8 +78,8 @@ def lose_a_node(job, cluster, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("interruptions", [(warn,), full((warn, preempt, lose_a_node))], ids=len)
-def test_an_interrupted_run_has_the_losses_of_an_uninterrupted_one(cluster, tiny, tmp_path, interruptions):
-    """The run is interrupted several times, and then canceled."""
+def test_an_interrupted_run_has_the_losses_of_an_uninterrupted_one(cluster, ranks, tiny, tmp_path, interruptions):
+    """The run is interrupted, and then canceled. In the long variant, Slurm also starts the uninterrupted run."""
     run, uninterrupted = tmp_path / "run", tmp_path / "uninterrupted"
     # More steps than the run will take: the test ends it. The schedule does not depend on the number of steps.
     settings = tiny("train.steps=1000000", "optim.schedule_steps=300", "checkpoint.every=50", "checkpoint.keep=2")
@@ -118,12 +118,16 @@ def test_an_interrupted_run_has_the_losses_of_an_uninterrupted_one(cluster, tiny
     newest = checkpoint_dir.committed(run)[-1]
     commands.main(["verify", f"checkpoint={newest}"])
 
-    job = cluster.sbatch(
-        "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--account=m0000", "--constraint=gpu&gpu",
-        str(ROOT / "scripts/slurm/perlmutter.sh"), *arguments, f"run.dir={uninterrupted}", "parallel.gz=2",
-        f"train.steps={max(losses_and_norms(run))}", log=tmp_path / "uninterrupted.log", environment=environment,
-    )  # fmt: skip
-    assert job.wait_for_state("COMPLETED", "FAILED")["ExitCode"] == "0:0", job.output()
+    more = [f"run.dir={uninterrupted}", "parallel.gz=2", f"train.steps={max(losses_and_norms(run))}"]
+    if len(interruptions) == 1:
+        ranks.run(2, train_in_rank, tiny("optim.schedule_steps=300", "checkpoint.every=50", "checkpoint.keep=2", *more))
+    else:
+        job = cluster.sbatch(
+            "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--account=m0000", "--constraint=gpu&gpu",
+            str(ROOT / "scripts/slurm/perlmutter.sh"), *arguments, *more, log=tmp_path / "uninterrupted.log",
+            environment=environment,
+        )  # fmt: skip
+        assert job.wait_for_state("COMPLETED", "FAILED")["ExitCode"] == "0:0", job.output()
     assert losses_and_norms(run) == losses_and_norms(uninterrupted)
 
 

@@ -91,7 +91,8 @@ def serial(ranks, photos, cache, tmp_path_factory):
 @pytest.mark.parametrize(
     ("sizes", "overrides"),
     [
-        (GridSizes(2, 2, 2), ()),
+        (GridSizes(1, 2, 2), ()),
+        full(GridSizes(2, 2, 2), ()),
         full(GridSizes(2, 2, 1, 2), ("parallel.chunks=2", "optim.shard_states=true")),
         full(GridSizes(1, 2, 2), ("train.activation_checkpointing=full", "train.micro_batch_size=2")),
         full(GridSizes(2, 1, 2, 2), (*CACHED, "parallel.replicated_layers=2")),
@@ -126,9 +127,12 @@ def tensors(run_dir, prefix):
 
 def test_averages_continue_on_another_grid_and_follow_the_weights(ranks, tiny, serial):
     """Three steps on four ranks and three on one rank give the averages of six steps on one device."""
-    ranks.run(4, train_in_rank, tiny("parallel.gx=2", "parallel.gz=2", "train.steps=3", "optim.schedule_steps=6"))
+    sizes, first = GridSizes(2, 1, 2), ("train.steps=3", "optim.schedule_steps=6")
+    ranks.run(4, train_in_rank, split := tiny(*on_grid(sizes), *first))
+    assert bytes_sent(split.run.dir) == bytes_planned(split, sizes)
     config = tiny("optim.schedule_steps=6")
     ranks.run(1, train_in_rank, config)
+    assert_losses(config, serial)
     ours, theirs = (tensors(run.run.dir, "extra.average.") for run in (config, serial))
     assert ours.keys() == theirs.keys() and len(ours) == len(tensors(serial.run.dir, "model."))
     for name, average in theirs.items():

@@ -147,7 +147,8 @@ def shared_text_on_grid(model, parallel, devices, tokenizer_json):
     ("model", "parallel", "devices", "shapes"),
     [
         (0, {"gz": 2, "context": 2}, 2, [(1, 6), *[(1, 1)] * 5, (1, 8), (1, 8)]),
-        (1, {"gz": 2, "gdata": 2, "context": 4, "gx": 2, "context_exchange": "ring"}, 8, [(1, 4)]),
+        (1, {"gz": 2, "gdata": 2, "context": 4, "context_exchange": "ring"}, 4, [(1, 4)]),
+        full(1, {"gz": 2, "gdata": 2, "context": 4, "gx": 2, "context_exchange": "ring"}, 8, [(1, 4)]),
         (3, {"gdata": 3, "context": 3}, 3, [(1, 4), *[(1, 1)] * 5, (1, 16), (1, 16)]),  # 6 does not divide 16
         full(2, {"gdata": 4, "context": 2}, 4, [(1, 6)]),
         full(0, {"gdata": 2, "context": 2, "pipeline": PipelineConfig(stages=2)}, 4, [(1, 6)]),
@@ -160,7 +161,7 @@ def test_ranks_that_share_sequences_split_a_prompt(ranks, tokenizer, serial_text
         assert seen[: len(shapes)] == shapes
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 2, 1), full((4, 1, 1, 1)), full((1, 4, 1, 1))], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 1, 2, 1), *map(full, [(2, 2, 2, 1), (4, 1, 1, 1), (1, 4, 1, 1)])], ids=str)
 def test_texts_are_equal_on_every_grid(ranks, tokenizer, serial_texts, sizes):
     sizes = GridSizes(*sizes)
     assert ranks.run(sizes.devices, texts_on_grid, sizes, tokenizer.to_str()) == [serial_texts] * sizes.devices

@@ -116,7 +116,7 @@ def test_the_losses_of_sources_equal_separately_computed_sums(serial, tiny, kind
 
 PLANS = [
     full("text", GridSizes(2, 2, 2), ()),
-    ("chat", GridSizes(1, 1, 2), ("parallel.pipeline.stages=2", "parallel.pipeline.microbatches=4")),
+    ("chat", GridSizes(), ("parallel.pipeline.stages=2", "parallel.pipeline.microbatches=4")),
     ("text", GridSizes(2, 1, 2), ("parallel.sequence_parallel=true", "train.loss_chunks=2", "parallel.chunks=2")),
     full("text", GridSizes(1, 1, 1, 2), ("train.micro_batch_size=1", "train.loss_chunks=4")),
     full("text", GridSizes(2), ("parallel.mode=atp", "parallel.d1=2", "parallel.d2=1", "parallel.chunks=2")),

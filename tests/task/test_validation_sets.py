@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,15 +36,34 @@ def chat_tokens(tiny, directory):
     return prepared(tiny("data=chat", *chat, "data.processes=1").data).first.directory
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Return a directory for the files of the sets, and what tests have made of them: ``sets``, ``serial``."""
+    return tmp_path_factory.mktemp("sets"), {}
+
+
 @pytest.fixture
-def sets(tiny, tmp_path):
+def sets(tiny, made):
     """Return the override of three sets: text files, JSON lines and token files of conversations."""
-    for number in range(3):
-        (tmp_path / f"{number}.txt").write_text(BOOK * 90 + str(number))
-    (tmp_path / "empty.txt").write_text("")
-    write_lines(tmp_path / "lines.jsonl", [{"text": LINES * 40 + str(number)} for number in range(9)])
-    paths = {"books": tmp_path / "*.txt", "lines": tmp_path / "lines.jsonl", "chat": chat_tokens(tiny, tmp_path)}
-    return "data.validation={" + ", ".join(f"{name}: {path}" for name, path in paths.items()) + "}"
+    directory, found = made
+    if not found:
+        for number in range(3):
+            (directory / f"{number}.txt").write_text(BOOK * 90 + str(number))
+        (directory / "empty.txt").write_text("")
+        write_lines(directory / "lines.jsonl", [{"text": LINES * 40 + str(number)} for number in range(9)])
+        paths = {"books": directory / "*.txt", "lines": directory / "lines.jsonl", "chat": chat_tokens(tiny, directory)}
+        found["sets"] = "data.validation={" + ", ".join(f"{name}: {path}" for name, path in paths.items()) + "}"
+    return found["sets"]
+
+
+@pytest.fixture
+def serial(ranks, tiny, sets, made):
+    """Return the configuration of a finished run on one device, which evaluates the sets."""
+    directory, found = made
+    if "serial" not in found:
+        found["serial"] = tiny(*STEPS, sets, f"run.dir={directory}/run")
+        ranks.run(1, train_in_rank, found["serial"])
+    return found["serial"]
 
 
 def final_metrics(run_dir):
@@ -89,15 +109,14 @@ def expected_chat(model, directory, config):
     return [loss, math.exp(loss), total.item() / math.log(2) / len(text.encode())]
 
 
-def test_the_metrics_of_validation_sets_equal_plain_torch(ranks, tiny, sets, tmp_path):
-    config = tiny(*STEPS, sets)
-    ranks.run(1, train_in_rank, config)
+def test_the_metrics_of_validation_sets_equal_plain_torch(serial, made):
+    config, (directory, _) = serial, made
     (model, _), files = trained_models(config), prepared(config.data).first
     tokenizer = files.tokenizer()
     first, last = validations(config.run.dir)
     assert (first["step"], last["step"]) == (2, 4) and last["sets"].keys() == {"books", "lines", "chat"}
     held_out = [tokenizer.decode(ids.tolist()) for ids in documents_of(files, "validation")]
-    books = [(tmp_path / f"{number}.txt").read_text() for number in range(3)]
+    books = [(directory / f"{number}.txt").read_text() for number in range(3)]
     lines = [(LINES * 40 + str(number)) for number in range(9)]
     for values, texts in ((last, held_out), (last["sets"]["books"], books), (last["sets"]["lines"], lines)):
         assert metrics_of(values) == pytest.approx(expected_metrics(model, tokenizer, texts, config), rel=1e-5)
@@ -105,23 +124,23 @@ def test_the_metrics_of_validation_sets_equal_plain_torch(ranks, tiny, sets, tmp
     assert metrics_of(last["sets"]["chat"]) == pytest.approx(expected_chat(model, chat, config), rel=1e-5)
 
 
-def test_validation_sets_change_no_bit_of_training_and_of_the_held_out_loss(ranks, tiny, sets, tmp_path):
-    found = []
-    for name, more in (("without", ()), ("with", (sets,))):
-        config = tiny(*STEPS, *more, f"run.dir={tmp_path / name}")
-        ranks.run(1, train_in_rank, config)
+def test_validation_sets_change_no_bit_of_training_and_of_the_held_out_loss(ranks, tiny, serial):
+    without, found = tiny(*STEPS), []
+    ranks.run(1, train_in_rank, without)
+    for config in (without, serial):
         validation = [{k: value for k, value in line.items() if k != "sets"} for line in validations(config.run.dir)]
         found.append((losses_and_norms(config), validation))
     assert found[0] == found[1] and len(found[0][1]) == 2
 
 
-def test_averaged_weights_have_a_validation_loss_of_their_own(ranks, tiny, tmp_path):
+@pytest.mark.parametrize("plan", [(), full(("parallel.gdata=2", "optim.shard_states=true"))])
+def test_averaged_weights_have_a_validation_loss_of_their_own(ranks, tiny, tmp_path, plan):
     averages = "optim.ema_decay=0.9"
     config = tiny(*STEPS, averages, "optim.validate_averages=true", f"run.dir={tmp_path / 'with'}")
     without = tiny(*STEPS, averages, f"run.dir={tmp_path / 'without'}")
     on_stages = tiny(*STEPS, averages, "optim.validate_averages=true", "parallel.pipeline.stages=2",
-                     "parallel.pipeline.microbatches=2", "parallel.gdata=2", "optim.shard_states=true")  # fmt: skip
-    for run, count in ((config, 1), (without, 1), (on_stages, 4)):
+                     "parallel.pipeline.microbatches=2", *plan)  # fmt: skip
+    for run, count in ((config, 1), (without, 1), (on_stages, 4 if plan else 2)):
         ranks.run(count, train_in_rank, run)
     files = prepared(config.data).first
     held_out = [files.tokenizer().decode(ids.tolist()) for ids in documents_of(files, "validation")]
@@ -136,30 +155,18 @@ def test_averaged_weights_have_a_validation_loss_of_their_own(ranks, tiny, tmp_p
 
 
 PLANS = [
-    full(GridSizes(2, 2, 2), ()),
-    (GridSizes(1, 1, 2), ("parallel.pipeline.stages=2", "parallel.pipeline.microbatches=2", "train.loss_chunks=2")),
+    (GridSizes(), ("parallel.pipeline.stages=2", "parallel.pipeline.microbatches=2", "train.loss_chunks=2")),
+    full(GridSizes(2, 2, 2), ("parallel.pipeline.stages=2", "parallel.pipeline.microbatches=2", "train.loss_chunks=2")),
     full(GridSizes(1, 1, 1, 2), ("train.micro_batch_size=2", "parallel.chunks=2")),
     (GridSizes(2, 1, 2), ("parallel.sequence_parallel=true",)),
 ]
 
 
-@pytest.fixture(scope="module")
-def on_one_device():
-    """Return the metrics of the sets after a run on one device, once a test has added them."""
-    return []
-
-
 @pytest.mark.parametrize(("sizes", "settings"), PLANS)
-def test_the_plan_does_not_change_the_metrics_of_validation_sets(
-    ranks, tiny, sets, tmp_path, on_one_device, sizes, settings
-):
-    if not on_one_device:
-        serial = tiny(*STEPS, sets, f"run.dir={tmp_path / 'serial'}")
-        ranks.run(1, train_in_rank, serial)
-        on_one_device += final_metrics(serial.run.dir)
+def test_the_plan_does_not_change_the_metrics_of_validation_sets(ranks, tiny, sets, serial, sizes, settings):
     config = tiny(*STEPS, sets, *on_grid(sizes), *settings)
     ranks.run(sizes.devices * (config.parallel.pipeline.stages or 1), train_in_rank, config)
-    assert final_metrics(config.run.dir) == pytest.approx(on_one_device, rel=1e-5)
+    assert final_metrics(config.run.dir) == pytest.approx(final_metrics(serial.run.dir), rel=1e-5)
 
 
 def sequences_of(config):
@@ -201,19 +208,20 @@ def test_json_lines_are_conversations_for_a_run_on_conversations(ranks, tiny, tm
 
 def test_the_error_for_impossible_validation_sets_comes_before_a_process_group(tiny, tmp_path):
     (tmp_path / "set.py").touch()
+    config = tiny()
     start, invalid = r"^data\.validation", "a map of names to token directories, prefixes or globs of files; use 'data"
     for value, message in (
-        ("7", rf"=7: not {invalid}"),
-        ("{}", r"=\{\}: not a map"),
-        ("{books: 3}", r"=\{'books': 3\}: not a map"),
-        ("{my books: tests}", "=.*: 'my books' is not a name of a validation set; use letters"),
-        (f"{{held_out: '{tmp_path}/*.py'}}", rf"\.held_out={tmp_path}/\*\.py: held_out is the name of the docum"),
-        (f"{{books: {tmp_path}}}", rf"\.books={tmp_path}: a directory without token files; use a directory that"),
-        (f"{{books: '{tmp_path}/*.x'}}", rf"\.books={tmp_path}/\*\.x: matches no file; use a path or glob"),
-        (f"{{books: '{tmp_path}*'}}", rf"\.books={tmp_path}\*: matches directories only; use"),
+        (7, rf"=7: not {invalid}"),
+        ({}, r"=\{\}: not a map"),
+        ({"books": 3}, r"=\{'books': 3\}: not a map"),
+        ({"my books": "tests"}, "=.*: 'my books' is not a name of a validation set; use letters"),
+        ({"held_out": f"{tmp_path}/*.py"}, rf"\.held_out={tmp_path}/\*\.py: held_out is the name of the docum"),
+        ({"books": f"{tmp_path}"}, rf"\.books={tmp_path}: a directory without token files; use a directory that"),
+        ({"books": f"{tmp_path}/*.x"}, rf"\.books={tmp_path}/\*\.x: matches no file; use a path or glob"),
+        ({"books": f"{tmp_path}*"}, rf"\.books={tmp_path}\*: matches directories only; use"),
     ):
         with one_line(start + message):
-            validate(tiny(f"data.validation={value}"), 1)
+            validate(replace(config, data=replace(config.data, validation=value)), 1)
     for overrides, message in (
         (["model=unet_tiny", "data=blue_marble"], "=.*: model=unet_tiny is trained on images"),
         (["train.validation_batches=0"], r"=.*: train\.validation_batches=0 does not read it; set"),

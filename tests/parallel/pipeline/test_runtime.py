@@ -108,7 +108,7 @@ def serial_losses(ranks):
         (4, (PIPELINE + "stages=4", PIPELINE + "schedule=zb_h1", CHUNKS, PIPELINE + "microbatches=4")),
         (4, on("", "parallel.gz=2", PIPELINE + "schedule=1f1b", *CACHED)),
         (5, on("3x1x1x1,2x1x1x1", SPLIT, CHUNKS)),
-        (6, on("2x1x1x2,1x2x1x1", SPLIT, RECOMPUTED[0], PIPELINE + "schedule=zb_h1")),
+        full(6, on("2x1x1x2,1x2x1x1", SPLIT, RECOMPUTED[0], PIPELINE + "schedule=zb_h1")),
         full(2, on("")),
         full(8, on("", "parallel.gx=2", "parallel.gy=2", RECOMPUTED[0])),
         full(6, on("1x1x2x1,1x2x1x2", "optim.shard_states=true")),

@@ -62,7 +62,7 @@ def serial(ranks, tiny, made, tmp_path):
 @pytest.mark.parametrize(
     ("world_size", "settings"),
     [
-        (3, (TWO, PIPELINE + "stage_grids=[1x1x2x1,1x1x1x1]", SHARDED)),
+        full(3, (TWO, PIPELINE + "stage_grids=[1x1x2x1,1x1x1x1]", SHARDED)),
         (3, (TWO, PIPELINE + "stage_grids=[2x1x1x1,1x1x1x1]", *INTERLEAVED, "parallel.sequence_parallel=true")),
         full(6, (TWO, PIPELINE + "stage_grids=[2x1x1x2,1x1x2x1]", SHARDED)),
         full(4, (TWO, *INTERLEAVED, "parallel.gx=2", "parallel.sequence_parallel=true")),
