@@ -28,7 +28,7 @@ from tests.exactness.comparison import check, microbatches
 from tests.support.grids import full, metric_lines, on_grid, train_in_rank
 from tests.support.settings import configured
 
-RATE, STEPS = 1e-3, 10
+RATE, STEPS = 1e-3, 20
 LORA = ["lora.rank=3", "optim.algorithm=adamw", "train.batch_size=4", "train.seq_len=16"]
 SETTINGS = {
     "gpt_tiny": ["model.vocab_size=4096", "model.dropout=0", "model.attention_dropout=0"],

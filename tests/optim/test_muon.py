@@ -27,8 +27,7 @@ MODELS = {
         "model=llama_tiny", "model.layers=2", "model.hidden=48", "model.heads=12", "model.key_value_heads=6",
         "model.head_size=4", "model.inner=60", "model.vocab_size=300", "model.qkv_bias=true", "model.tied=false",
     ],
-    "unet": ["model=unet_tiny", "model.image_size=8", "model.channels=16", "model.multipliers=[1,2]", "model.groups=2",
-             "model.blocks_per_level=1", "model.attention_at=[8,4]", "model.head_size=8"],
+    "unet": ["model=unet_tiny"],
     "moe": [
         "model=moe", "model.layers=1", "model.hidden=48", "model.heads=12", "model.key_value_heads=6",
         "model.head_size=4", "model.inner=36", "model.experts=12", "model.shared_inner=24", "model.vocab_size=300",

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from gpt4d.config import ConfigError
 from gpt4d.parallel import compile
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layers import activations, conv_kernels, group_norm, norm
+from gpt4d.parallel.layers import activations, conv_kernels, float8, group_norm, norm
 from gpt4d.parallel.symbolic.kernels import Kernel
 from gpt4d.runtime import compile_cache
 from gpt4d.step import TrainStep, build_stage
@@ -27,6 +27,8 @@ from tests.exactness.comparison import microbatches
 from tests.support.grids import full, metric_lines, train_in_rank
 from tests.support.parallel_kernels import examples, function_of
 from tests.support.settings import configured
+
+compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +42,7 @@ def compiles(monkeypatch):
 def compiled_calls(dtype: torch.dtype) -> Iterator[tuple[Kernel, tuple]]:
     """Yield calls of compiled functions: with an offset of a norm's weights, without SiLU after a group norm."""
     for kernel, arguments in examples(dtype):
-        if kernel.fused or kernel.blocks:
+        if (kernel.fused or kernel.blocks) and not kernel.name.startswith("float8."):  # which have a test of their own
             yield kernel, arguments
         if kernel in (norm.rms_norm, norm.rms_norm_gradients):
             yield kernel, (*arguments, True)
@@ -48,8 +50,30 @@ def compiled_calls(dtype: torch.dtype) -> Iterator[tuple[Kernel, tuple]]:
             yield kernel, (*arguments[:-1], False)
 
 
+def conversions_to_float8() -> list[torch.Tensor]:
+    """Return scales, and the bits of converted activations, gradients and weights."""
+    draw = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(shape, generator=draw).bfloat16() for shape in ((64, 48), (48, 2, 16)))
+    scales = {dtype: float8.scale(x, dtype) for dtype in (float8.VALUES, float8.GRADIENTS)}
+    made = [float8.quantized(x, by, dtype, flip) for dtype, by in scales.items() for flip in (False, True)]
+    packed = [float8.packed(shard, float8.scale(shard, float8.VALUES)) for shard in (weight, weight / 64)]
+    values, scale = float8.unpacked(float8.joined(torch.cat(packed), 2, 48), 96)
+    converted = [*made, *(float8.unpacked(one, 48)[0] for one in packed), values, float8.transposed(values)]
+    return [*scales.values(), scale, *(one.view(torch.uint8) for one in converted)]
+
+
 @pytest.mark.full
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@compiler
+def test_compiled_conversions_to_float8_have_the_bits_of_eager_ones(tmp_path, monkeypatch):
+    eager = conversions_to_float8()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    compile.enable(True, torch.device("cpu"))
+    for one, other in zip(conversions_to_float8(), eager, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.full
+@compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_functions_equal_eager_ones(tmp_path, monkeypatch, dtype):
     calls = [*compiled_calls(dtype)]
@@ -63,11 +87,10 @@ def test_compiled_functions_equal_eager_ones(tmp_path, monkeypatch, dtype):
             if other is None:
                 continue
             assert one.dtype == other.dtype, kernel.name
-            if kernel.name.startswith("float8."):
-                assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), kernel.name
-            else:  # sums of bfloat16 are not rounded before they are used
-                bound = 1e-6 if dtype == torch.float32 else 1e-5 if other.dtype == torch.float32 else 1e-2
-                assert (one - other).norm() <= bound * other.norm(), kernel.name
+            # Compiled, bfloat16 is not rounded before it is used: also products whose sums are weights of experts.
+            rounded = other.dtype != torch.float32 or kernel.name.startswith("experts.")
+            bound = 1e-6 if dtype == torch.float32 else 1e-2 if rounded else 1e-5
+            assert (one - other).norm() <= bound * other.norm(), kernel.name
 
 
 @pytest.fixture
