@@ -191,7 +191,13 @@ class TrainStep:
         self.runtime = StageRuntime(stage, self.reducer, compute, cuda_graphs)
 
     def __call__(
-        self, batches: Iterable[Any], microbatches: int, units: int, lr: float, stop: bool = False
+        self,
+        batches: Iterable[Any],
+        microbatches: int,
+        units: int,
+        lr: float,
+        stop: bool = False,
+        unpadded: int | None = None,
     ) -> StepResult:
         """Train on one global batch.
 
@@ -201,10 +207,11 @@ class TrainStep:
             units: number of tokens or images of the global batch that have a loss, by which the loss is divided.
             lr: learning rate of this step.
             stop: this rank has been asked to stop; all ranks learn it.
+            unpadded: number of units of the global batch that are no padding; None: all have a loss.
         """
         grid, device = self.stage.grid, self.stage.weights.device
         self.optimizer.set_learning_rate(lr)
-        loss = self.runtime.forward_backward(batches, microbatches, units)
+        loss = self.runtime.forward_backward(batches, microbatches, units, unpadded)
         squared_norm = gradient_reducer.squared_norm(self._counted, device)
         stopping = torch.full((), float(stop), dtype=torch.float64, device=device)  # torch.tensor synchronizes
         totals = torch.stack((mask_replicas(loss, grid), squared_norm, stopping))

@@ -213,8 +213,8 @@ class Trainer:
         batch_size = batch_size_at(train, progress.samples)
         microbatches = self.plan.microbatches_of(batch_size)
         batches = self.task.batches(progress.samples)
-        counted = self.task.counted_units(progress.samples)
-        result = self.train_step(batches, microbatches, counted, lr, stop=stop.signal is not None)
+        counts, stopping = self.task.counts(progress.samples), stop.signal is not None
+        result = self.train_step(batches, microbatches, counts.trained, lr, stopping, counts.unpadded)
         progress.step += 1
         progress.samples += batch_size
         progress.units += batch_size * self.task.units_per_sample

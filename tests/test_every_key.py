@@ -90,7 +90,7 @@ FAMILIES = {
 GIVEN = {  # values of keys with results whose other value does not follow from their type
     "train.seq_len": 8, "train.batch_ramp": [[0, 4], [64, 8]], "optim.schedule_steps": 30, "optim.decay_from": 99,
     "optim.muon.coefficients": [2, -1.5, 0.5], "checkpoint.init": "runs/other",
-    **{f"optim.weight_decays.{group}": 0.2 for group in ("matrices", "embeddings", "head", "adapters")},
+    **{f"optim.weight_decays.{group}": 0.2 for group in ("matrices", "embeddings", "head", "router", "adapters")},
     "lora.alpha": 3, "lora.targets": ["qkv"], "model.base_hidden": 32, "model.base_channels": 16,
     "model.multipliers": [1, 2, 2, 4], "model.attention_at": [8],
 }  # fmt: skip

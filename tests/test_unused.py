@@ -33,6 +33,8 @@ CASES = [  # a model with settings | unused settings, a part of each reason, and
      "lora.rank=0 does not read it; leave it out, or set lora.rank", "lora.rank=2"),
     ("gpt_tiny | optim.lr_factors.head=2 optim.weight_decays.head=0",
      "is the token embedding; set the group embeddings", "model=unet_tiny"),
+    ("gpt_tiny | optim.lr_factors.router=2 optim.weight_decays.router=0", "model=gpt_tiny has no experts; leave it out",
+     "model=moe_tiny"),
     ("gpt_tiny | data.flip=false logging.sample_images=8", "model=gpt_tiny is trained on text, not on images",
      "model=unet_tiny"),
     ("unet_tiny | data.validation={a:'*.py'} data.stream=true data.reset_attention=true data.tokenizer_vocab=300 "

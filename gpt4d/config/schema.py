@@ -321,6 +321,7 @@ class LearningRateFactors:
     matrices: float = setting(1.0, "weights of hidden layers", at_least=0)
     embeddings: float = setting(1.0, "embeddings of tokens and positions; a U-Net's first convolution", at_least=0)
     head: float = setting(1.0, "output head that is not tied; a U-Net's last convolution", at_least=0)
+    router: float = setting(1.0, "routers of experts", at_least=0)
     adapters: float = setting(1.0, "low-rank adapters", at_least=0)
     vectors: float = setting(1.0, "biases and norms", at_least=0)
 
@@ -332,6 +333,7 @@ class WeightDecays:
     matrices: float | None = setting(None, "weights of hidden layers", at_least=0, at_most=1e6)
     embeddings: float | None = setting(None, "embeddings; a U-Net's first convolution", at_least=0, at_most=1e6)
     head: float | None = setting(None, "output head; a U-Net's last convolution", at_least=0, at_most=1e6)
+    router: float | None = setting(None, "routers of experts", at_least=0, at_most=1e6)
     adapters: float | None = setting(None, "low-rank adapters", at_least=0, at_most=1e6)
     vectors: float | None = setting(0.0, "biases and norms", at_least=0, at_most=1e6)
 

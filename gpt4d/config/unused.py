@@ -246,6 +246,7 @@ _CONDITIONS: dict[str, Condition] = {
         _unless("lora.rank", 0, remedy="leave it out, or set lora.rank"),
     ),
     **dict.fromkeys(("optim.lr_factors.head", "optim.weight_decays.head"), _with_own_head),
+    **dict.fromkeys(("optim.lr_factors.router", "optim.weight_decays.router"), _with_experts),
     **dict.fromkeys(
         ("model.base_hidden", "model.base_channels"),
         _unless("optim.width_transfer", False, remedy="set optim.width_transfer=true"),

@@ -5,6 +5,13 @@ from typing import Any, NamedTuple
 import torch
 
 
+class Counts(NamedTuple):
+    """Numbers of units of some samples: ``trained`` units have a loss, ``unpadded`` ones are no padding."""
+
+    trained: int
+    unpadded: int
+
+
 class Batch(NamedTuple):
     """Inputs, targets and sample ids of one microbatch; the first dim of every tensor is the microbatch.
 

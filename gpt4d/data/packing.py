@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gpt4d.data.batch import Counts
 from gpt4d.data.sampler import Order
 from gpt4d.data.tokens import TokenFiles
 
@@ -59,7 +60,8 @@ class PackedSequences:
     """Conversations of a split, packed into sequences of ``length`` tokens (gpt4d.data.loader.Source).
 
     A row is [3, length], int32: the tokens; the tokens to predict, or ``IGNORED``; and for each token the number of
-    conversations that end before it in the sequence. End-of-text tokens fill a sequence after its last conversation.
+    conversations that end before it in the sequence. End-of-text tokens fill a sequence after its last conversation,
+    and have -1 as this number (gpt4d.parallel.layers.documents).
 
     Args:
         files: token files of conversations.
@@ -86,9 +88,11 @@ class PackedSequences:
         self.count = -(-self.packed // multiple) * multiple
         self.bounds = np.pad(bounds, (0, self.count - self.packed), mode="edge")
         parts = [np.add.reduceat(part, starts, dtype=np.int64) for part, starts in self._parts()]
-        trained = np.concatenate([np.empty(0, np.int64), *parts])[self.documents]
-        self._trained = np.zeros(self.count, np.int64)
-        np.add.at(self._trained, np.repeat(np.arange(self.count), np.diff(self.bounds)), trained)
+        trained = np.concatenate([np.empty(0, np.int64), *parts])
+        sequences = np.repeat(np.arange(self.count), np.diff(self.bounds))
+        self._counts = np.zeros((self.count, 2), np.int64)  # of each sequence: tokens with a loss, and without padding
+        np.add.at(self._counts, sequences, np.stack((trained, lengths), 1)[self.documents])
+        self._counts[:, 1] = self._counts[:, 1].clip(max=length)
         self.order = Order(self.count, seed, shuffle)
 
     def _parts(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -98,9 +102,9 @@ class PackedSequences:
             starts = self.starts[cuts[number] : cuts[number + 1]]
             yield part, starts - starts[0]
 
-    def trained(self, sample_ids: np.ndarray) -> int:
-        """Return the number of tokens of the samples that have a loss."""
-        return int(self._trained[self.order.positions(sample_ids)].sum())
+    def counts(self, sample_ids: np.ndarray) -> Counts:
+        """Return the numbers of tokens of the samples."""
+        return Counts(*self._counts[self.order.positions(sample_ids)].sum(0).tolist())
 
     def rows(self, sample_ids: np.ndarray) -> np.ndarray:
         """Return the samples as rows [n, 3, length]."""
@@ -112,7 +116,7 @@ class PackedSequences:
     def _fill(self, row: np.ndarray, documents: list[int]) -> None:
         ids, mask = np.full(self.capacity, self.end, self.dtype), np.zeros(self.capacity, bool)
         place = 0
-        row[2] = len(documents)  # after the last conversation
+        row[2] = -1
         for number, document in enumerate(documents):
             start, stop = int(self.starts[document]), int(self.ends[document])
             after = place + stop - start

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from gpt4d.config import ConfigError
+from gpt4d.data.batch import Counts
 from gpt4d.data.tokens import Tokens
 
 _ROUNDS = 4
@@ -129,9 +130,9 @@ class DocumentSequences(Sequences):
         rows[:, 2] = rows[:, 2].cumsum(1)
         return rows
 
-    def trained(self, sample_ids: np.ndarray) -> int:
-        """Return the number of tokens of the samples that have a loss: all."""
-        return len(sample_ids) * self.length
+    def counts(self, sample_ids: np.ndarray) -> Counts:
+        """Return the numbers of tokens of the samples: all have a loss."""
+        return Counts(*[len(sample_ids) * self.length] * 2)
 
 
 class Mixture:
@@ -219,10 +220,11 @@ class Blend:
             rows[sources == source] = self.sources[source].rows(source_ids[sources == source])
         return rows
 
-    def trained(self, sample_ids: np.ndarray) -> int:
-        """Return the number of tokens of the samples that have a loss, for sources whose rows include documents."""
+    def counts(self, sample_ids: np.ndarray) -> Counts:
+        """Return the numbers of tokens of the samples, for sources whose rows include documents."""
         parts = zip(self.sources, self.by_source(sample_ids), strict=True)
-        return sum(source.trained(source_ids) for source, source_ids in parts if len(source_ids))
+        found = [source.counts(source_ids) for source, source_ids in parts if len(source_ids)]
+        return Counts(*map(sum, zip(*found, strict=True)))
 
     def by_source(self, sample_ids: np.ndarray) -> list[np.ndarray]:
         """Return the samples of each source as sample ids within that source."""

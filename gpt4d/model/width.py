@@ -5,6 +5,7 @@ multiplier of a parameter is equivalent to other initial values and another lear
 exports and the computation are unchanged. With the relative width m = features / features of the base model:
 
 - A weight of a hidden layer has initial values that are divided by sqrt(m), and a learning rate that is divided by m.
+- A router's logits are outputs: initial values and learning rate of its weight are divided by m.
 - In place of logits that are divided by m, the norm before the output head has initial values and a learning rate that
   are divided by m. So a tied head and an embedding keep theirs.
 
@@ -28,9 +29,9 @@ def widened(description: Description, width: float) -> Description:
 
     def hidden(_: str, layer: LayerSpec) -> tuple[LayerSpec, dict[str, ParameterSpec]]:
         # The standard deviation of a convolution already depends on its width.
-        factor = 1.0 if isinstance(layer, Conv2dSpec) else width**-0.5
+        initial = {"matrices": 1.0 if isinstance(layer, Conv2dSpec) else width**-0.5, "router": 1 / width}
         return layer, {
-            key: _scaled(spec, layer, factor, 1 / width) if spec.group == "matrices" else spec
+            key: _scaled(spec, layer, initial[spec.group], 1 / width) if spec.group in initial else spec
             for key, spec in layer.own_parameters.items()
         }
 

@@ -58,8 +58,9 @@ class Layout:
         return f"Layout({', '.join(map(repr, self.dims))})"
 
 
-# Parameters of hidden layers, of layers from ids or images, of layers to logits or images, and of adapters; all others.
-GROUPS = "matrices", "embeddings", "head", "adapters", "vectors"
+# Parameters of hidden layers, of layers from ids or images, of layers to logits or images, of routers, and of adapters;
+# all others.
+GROUPS = "matrices", "embeddings", "head", "router", "adapters", "vectors"
 
 
 @dataclass(frozen=True)

@@ -38,14 +38,14 @@ class Routers:
     def update(self, totals: torch.Tensor, skipped: torch.Tensor) -> None:
         """Set the states of this stage's routers from the statistics of all ranks, unless the step is skipped.
 
-        Routers that are not trained, because adapters are, retain their states.
+        Routers that are not trained, because adapters are, retain their biases.
         """
         for row, layer in self._own.items():
             spec, counts = layer.spec, totals[row, : layer.spec.experts]
-            if spec_of(layer.weight).frozen:
-                continue
             if spec.balance == "loss":
                 state = counts * (spec.scoring.per_token / counts.sum())
+            elif spec_of(layer.weight).frozen:
+                continue
             else:
                 state = layer.state.double() + spec.balance_rate * (counts.mean() - counts).sign()
             with torch.no_grad():

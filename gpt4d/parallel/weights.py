@@ -29,14 +29,14 @@ class Weights(ABC):
     Attributes:
         schedule: decides when to gather weights and when to reduce-scatter their gradients.
         recomputing: whether the backward is recomputing blocks.
-        loss_divisor: the step's number of units that have a loss, by which the loss is divided.
+        unpadded_units: the step's global number of units that are no padding.
     """
 
     def __init__(self, context: Context, device: WeightDevice[Any, Any]):
         self.context = context
         self.schedule: WeightSchedule[Any, Any] = WeightSchedule(device, context.overlap)
         self.recomputing = False
-        self.loss_divisor: float = 1.0
+        self.unpadded_units: float = 1.0
         self._delayed: deque[list[Callable[[], None]]] = deque()  # weight gradients to compute, for each backward
         self._delays = False
         self._names: dict[Any, str] = {}

@@ -15,7 +15,7 @@ from torch import nn
 from gpt4d import activity
 from gpt4d.config import BlendStage, Config, ConfigError, blend_paths, blend_stages, samples_of_run
 from gpt4d.data import documents, verification
-from gpt4d.data.batch import Batch
+from gpt4d.data.batch import Batch, Counts
 from gpt4d.data.corpus_files import CorpusFile
 from gpt4d.data.encoding import Encoding
 from gpt4d.data.loader import Source
@@ -242,8 +242,8 @@ class LanguageModeling(ReadingTask):
                     "or set data.skip_long=true"
                 )
 
-    def _counted(self, source: Any, sample_ids: np.ndarray) -> int:
-        return source.trained(sample_ids) if _has_documents(source) else super()._counted(source, sample_ids)
+    def _counts(self, source: Any, sample_ids: np.ndarray) -> Counts:
+        return source.counts(sample_ids) if _has_documents(source) else super()._counts(source, sample_ids)
 
     def _text_bytes(self, source: Source, sample_ids: np.ndarray) -> int | None:
         if not self._fingerprint:
@@ -265,7 +265,7 @@ class LanguageModeling(ReadingTask):
             return None
         paths = blend_paths(self.config.data.blend)
         names = [Path(path).name for path in paths]
-        return SourceLosses(self._training, names if len({*names}) == len(names) else paths, self._counted, stage)
+        return SourceLosses(self._training, names if len({*names}) == len(names) else paths, self._counts, stage)
 
     def training_values(self, first_sample: int, stop: int) -> dict[str, Any]:
         if self._source_losses is None:
@@ -289,7 +289,7 @@ class LanguageModeling(ReadingTask):
         documents: Documents | None
         if masked := rows.dim() == 3:
             inputs_BS, targets_BS, documents_BS = ids.unbind(1)
-            documents = Documents(documents_BS, (rows[:, 2, -1] + 1).tolist())
+            documents = Documents.of_indices(documents_BS, rows[:, 2])
         else:
             inputs_BS, targets_BS = ids[:, :-1], ids[:, 1:]
             documents = self._documents(inputs_BS, rows[:, :-1])

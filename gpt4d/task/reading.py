@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from gpt4d.config import HELD_OUT, Config, batch_size_at
-from gpt4d.data.batch import Batch
+from gpt4d.data.batch import Batch, Counts
 from gpt4d.data.loader import Loader, Source
 from gpt4d.model import registry
 from gpt4d.parallel.stage import Stage
@@ -48,9 +48,9 @@ class ReadingTask(ABC):
     def _batch(self, rows: torch.Tensor, sample_ids: torch.Tensor, held_out: bool = False) -> Batch:
         """Return the batch of a microbatch's rows, as gpt4d.data.loader.Loader yields them."""
 
-    def _counted(self, source: Source, sample_ids: np.ndarray) -> int:
-        """Return the number of units of the samples that have a loss."""
-        return len(sample_ids) * self.units_per_sample
+    def _counts(self, source: Source, sample_ids: np.ndarray) -> Counts:
+        """Return the numbers of units of the samples."""
+        return Counts(*[len(sample_ids) * self.units_per_sample] * 2)
 
     def _text_bytes(self, source: Source, sample_ids: np.ndarray) -> int | None:
         """Return the number of UTF-8 bytes of the text of the units that have a loss; None if there is no text."""
@@ -94,9 +94,9 @@ class ReadingTask(ABC):
             self.waited_s = waited_s
         return itertools.starmap(self._batch, self._loader.step(first_sample))
 
-    def counted_units(self, first_sample: int) -> int:
+    def counts(self, first_sample: int) -> Counts:
         batch_size = batch_size_at(self.config.train, first_sample)
-        return self._counted(self._training, np.arange(first_sample, first_sample + batch_size))
+        return self._counts(self._training, np.arange(first_sample, first_sample + batch_size))
 
     def training_values(self, first_sample: int, stop: int) -> dict[str, Any]:
         return {}
@@ -133,7 +133,7 @@ class ReadSet:
 
     @cached_property
     def units(self) -> int:
-        return sum(self.task._counted(self.source, sample_ids) for sample_ids in self._batches())
+        return sum(self.task._counts(self.source, sample_ids).trained for sample_ids in self._batches())
 
     def batches(self, index: int) -> Iterator[Batch]:
         rows = self.loader.step(index * self.loader.batch_size)

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gpt4d.data.batch import Counts
 from gpt4d.data.sampler import Blend
 from gpt4d.parallel.stage import Stage
 from gpt4d.step import mask_replicas
@@ -19,12 +20,12 @@ class SourceLosses:
     Args:
         blend: the training samples.
         names: the names of its sources.
-        counted: returns the number of units with a loss. Arguments: a source and sample ids within the source.
+        counts: returns the numbers of units. Arguments: a source and sample ids within the source.
         stage: the stage of this rank.
     """
 
-    def __init__(self, blend: Blend, names: Sequence[str], counted: Callable[[Any, np.ndarray], int], stage: Stage):
-        self._blend, self._names, self._counted, self._grid = blend, names, counted, stage.grid
+    def __init__(self, blend: Blend, names: Sequence[str], counts: Callable[[Any, np.ndarray], Counts], stage: Stage):
+        self._blend, self._names, self._counts, self._grid = blend, names, counts, stage.grid
         device = stage.weights.device
         tables = blend.firsts, blend.periods, blend.offsets, blend.choices
         self._firsts, self._periods, self._offsets, self._choices = (
@@ -52,6 +53,6 @@ class SourceLosses:
         sums = self._grid.world.all_reduce(mask_replicas(self._sums, self._grid)).tolist()
         self._sums.zero_()
         parts = zip(self._blend.sources, self._blend.by_source(sample_ids), strict=True)
-        counts = [self._counted(source, source_ids) if len(source_ids) else 0 for source, source_ids in parts]
+        counts = [self._counts(source, source_ids).trained if len(source_ids) else 0 for source, source_ids in parts]
         means = (total / count if count else None for total, count in zip(sums, counts, strict=True))
         return dict(zip(self._names, means, strict=True))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from gpt4d.data.batch import Batch
+    from gpt4d.data.batch import Batch, Counts
     from gpt4d.parallel.stage import Stage
 
 
@@ -111,10 +111,10 @@ class Task(Protocol):
     def batches(self, first_sample: int) -> Iterator["Batch"]:
         """Yield this rank's microbatches of the global batch that begins with sample ``first_sample``."""
 
-    def counted_units(self, first_sample: int) -> int:
-        """Return the global number of units whose losses a global batch sums, by which the loss is divided.
+    def counts(self, first_sample: int) -> "Counts":
+        """Return the global numbers of units of the global batch that begins with sample ``first_sample``.
 
-        The batch begins with sample ``first_sample``.
+        The loss is divided by the number of ``trained`` units, and the losses of routers by that of ``unpadded`` ones.
         """
 
     @property

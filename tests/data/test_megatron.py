@@ -65,7 +65,7 @@ def test_rows_count_the_documents_that_end_before_a_token(config, tmp_path, end)
         assert row[1].tolist() == tokens[start + 1 : start + 41].tolist()
         distinct = np.unique(numbers[start : start + 40], return_inverse=True)[1]
         assert row[2].tolist() == distinct.tolist()  # an empty document has no number
-    assert samples.trained(np.arange(5)) == 200
+    assert samples.counts(np.arange(5)) == (200, 200)
 
 
 def test_the_files_are_mapped_and_the_second_start_does_not_read_them(config, tmp_path, monkeypatch):

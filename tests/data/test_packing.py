@@ -64,14 +64,15 @@ def test_an_epoch_has_each_conversation_once_with_its_mask_and_its_limits(files,
     found = []
     for sample in range(packed.count):
         ((ids, targets, numbers),) = packed.rows(np.array([sample]))
-        assert (np.diff(numbers) >= 0).all() and packed.trained(np.array([sample])) == (targets != IGNORED).sum()
-        for number in range(numbers[-1] + 1):
+        assert (np.diff(numbers[numbers >= 0]) >= 0).all() and packed.counts(np.array([sample])) == (
+            (targets != IGNORED).sum(),
+            (numbers >= 0).sum(),
+        )
+        assert (ids[numbers < 0] == files.end_of_text).all() and (targets[numbers < 0] == IGNORED).all()
+        for number in range(numbers.max() + 1):
             inside = np.flatnonzero(numbers == number)
             own, predicted = ids[inside], targets[inside]
             shown = predicted != IGNORED
-            if not shown.any():
-                assert (own == files.end_of_text).all() and number == numbers[-1], "only padding has no loss"
-                continue
             assert (predicted[shown][:-1] == np.append(own[1:], IGNORED)[shown][:-1]).all()
             last = [int(predicted[-1])] if shown[-1] else []  # the last token of the sequence is only predicted
             found.append((own.tolist() + last, [0, *shown[: len(inside) - (not last)].astype(int).tolist()]))
@@ -84,9 +85,9 @@ def test_a_blend_of_conversations_has_the_rows_and_the_losses_of_its_sources(fil
     numbers, own = blend.choose(ids)
     for row, source, source_id in zip(blend.rows(ids), numbers, own, strict=True):
         assert (row == sources[source].rows(np.array([source_id]))).all()
-    assert blend.trained(ids) == (blend.rows(ids)[:, 1] != IGNORED).sum() > 0
+    assert blend.counts(ids).trained == (blend.rows(ids)[:, 1] != IGNORED).sum() > 0
     one = ids[numbers == 0][:1]  # the batch lacks a source
-    assert blend.trained(one) == (blend.rows(one)[:, 1] != IGNORED).sum() > 0
+    assert blend.counts(one).trained == (blend.rows(one)[:, 1] != IGNORED).sum() > 0
 
 
 def test_the_order_of_packed_sequences_depends_on_the_seed_and_the_epoch(files):

@@ -1,9 +1,12 @@
 """Width transfer: the parametrization of Tensor Programs V, for every family of models."""
 
+import math
+
 import pytest
 import torch
 
 from gpt4d.config import GridSizes
+from gpt4d.parallel import routers
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.step import TrainStep, build_stage
@@ -57,14 +60,19 @@ def test_a_run_equals_the_form_with_multipliers(ranks, tiny, name):
 
 TEXTS = {
     "gpt2": ["model=gpt_tiny"], "llama": ["model=llama_tiny", "model.tied=false"], "olmo2": ["model=olmo2_tiny"],
-    "gemma3": ["model=gemma3_tiny"],
+    "gemma3": ["model=gemma3_tiny"], "moe": ["model=moe_tiny", "model.balance_rate=0"],
 }  # fmt: skip
 UNET = ["model=unet_tiny", "model.image_size=8", "model.multipliers=[1]", "model.blocks_per_level=1",
         "model.attention_at=[8]", "model.groups=4", "model.head_size=8", "model.base_channels=16"]  # fmt: skip
 OPTIMIZERS = {
-    "adamw": ["optim.lr=0.005", "optim.algorithm=adamw"],
-    "muon": ["optim.lr=0.005", "optim.algorithm=muon"],
-    "original scale of muon": ["optim.lr=0.02", "optim.algorithm=muon", "optim.muon.scale=original"],
+    "adamw": ["optim.lr=0.005", "optim.lr_factors.router=10", "optim.algorithm=adamw"],
+    "muon": ["optim.lr=0.005", "optim.lr_factors.router=10", "optim.algorithm=muon"],
+    "original scale of muon": [
+        "optim.lr=0.02",
+        "optim.lr_factors.router=2.5",
+        "optim.algorithm=muon",
+        "optim.muon.scale=original",
+    ],
 }
 
 
@@ -85,7 +93,11 @@ def squared_error(module, batch):
 
 
 def output_changes(configs):
-    """Return the root mean square of the change of the output of each model in some steps on one batch."""
+    """Return the root mean square of the change of the output of each model in some steps on one batch.
+
+    For a mixture, return the change of the logits of routers, which are outputs too: E logits with a small standard
+    deviation s have the entropy ln E - s²/2.
+    """
     changes = []
     for config in configs:
         stage = build_stage(config, Grid(GridSizes()), torch.device("cpu"))
@@ -101,8 +113,12 @@ def output_changes(configs):
         step = TrainStep(stage, whole_model(loss), config.optim)
         before = stage.module(*inputs).detach().clone()
         for _ in range(4):
-            step([microbatch], 1, 64, config.optim.lr)
-        changes.append((stage.module(*inputs) - before).square().mean().sqrt().item())
+            routing = step([microbatch], 1, 64, config.optim.lr).routing
+        if len(routing):
+            values = routers.summary(routing, 1)
+            changes.append((2 * (math.log(config.model.experts) - values["entropy"])) ** 0.5)
+        else:
+            changes.append((stage.module(*inputs) - before).square().mean().sqrt().item())
     return changes
 
 

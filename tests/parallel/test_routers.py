@@ -65,17 +65,20 @@ def states_after_steps(config, skip):
     return found
 
 
+@pytest.mark.parametrize("adapters", ["", "lora.rank=2 lora.targets=[qkv]"])
 @pytest.mark.parametrize("balance", ["loss", "bias"])
-def test_states_follow_from_the_loads_of_the_batch(ranks, tiny, balance):
-    config = tiny(*MOE, f"model.balance={balance}", "model.balance_rate=0.05")
+def test_states_follow_from_the_loads_of_the_batch_and_adapters_change_no_bias(ranks, tiny, balance, adapters):
+    config = tiny(*MOE, f"model.balance={balance}", "model.balance_rate=0.05", *adapters.split())
     (((first, sums), (second, _)),) = ranks.run(1, states_after_steps, config, False)
     counts = sums[:, :12]
     for row, name in enumerate(first):
         if balance == "loss":
             assert torch.allclose(first[name], counts[row] / (16 * 16)) and first[name].sum().item() == pytest.approx(3)
         else:
-            assert torch.equal(first[name], 0.05 * (16 * 16 * 3 / 12 - counts[row]).sign())
-    assert any(not torch.equal(first[name], second[name]) for name in first)
+            change = 0.0 if config.lora.rank else 0.05
+            assert torch.equal(first[name], change * (16 * 16 * 3 / 12 - counts[row]).sign())
+    frozen = balance == "bias" and config.lora.rank
+    assert any(not torch.equal(first[name], second[name]) for name in first) != bool(frozen)
 
 
 def test_a_skipped_step_changes_no_state(ranks, tiny):
@@ -86,7 +89,7 @@ def test_a_skipped_step_changes_no_state(ranks, tiny):
 def test_the_summary_has_the_imbalance_of_experts_and_of_ranks():
     logits = torch.tensor([[5.0, 0, 0, 0], [5.0, 0, 0, 0], [0, 5.0, 0, 0], [0, 0, 0, 5.0]])
     scoring = Scoring(1)
-    totals = routing_statistics(logits, logits.argmax(1, keepdim=True), scoring)[None]
+    totals = routing_statistics(logits, logits.argmax(1, keepdim=True), None, scoring)[None]
     values = routers.summary(totals, 2)
     assert values["imbalance"] == 2 and values["rank_imbalance"] == 1.5
     assert values["most_imbalanced"] == {"router": 0, "tokens": [2, 1, 0, 1]}

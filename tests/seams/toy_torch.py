@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gpt4d.config import Config
-from gpt4d.data.batch import Batch
+from gpt4d.data.batch import Batch, Counts
 from gpt4d.model.parts import Part
 from gpt4d.parallel import random
 from gpt4d.parallel.layout import ParameterSpec
@@ -37,7 +37,7 @@ class HeldOut(NamedTuple):
 
     @property
     def units(self) -> int:
-        return self.steps * self.task.counted_units(0)
+        return self.steps * self.task.counts(0).trained
 
     def batches(self, index: int) -> Iterator[Batch]:
         return self.task._microbatches(index * self.task.config.train.batch_size, SAMPLES, HELD_OUT)
@@ -65,8 +65,8 @@ class Regression:
     def batches(self, first_sample: int) -> Iterator[Batch]:
         return self._microbatches(first_sample, 0, SAMPLES)
 
-    def counted_units(self, first_sample: int) -> int:
-        return self.config.train.batch_size * self.units_per_sample
+    def counts(self, first_sample: int) -> Counts:
+        return Counts(*[self.config.train.batch_size * self.units_per_sample] * 2)
 
     def training_values(self, first_sample: int, stop: int) -> dict[str, Any]:
         return {}

@@ -131,16 +131,19 @@ def oracle(name):
     model, (ids, targets, _) = library_model(config), inputs()
     mixture = isinstance(config, MoeConfig)
     answers = model(ids, output_router_logits=True) if mixture else model(ids)
-    loss, state = F.cross_entropy(answers.logits.flatten(0, 1), targets.flatten()), {}
-    for block, logits in enumerate(answers.router_logits if mixture else ()):
-        load, own = _load_and_loss(config, logits)
-        state[f"blocks.{block}.mlp.router.state"] = load
-        loss = loss + own / config.layers
-    loss.backward()
+    state, of_routers = router_states_and_loss(config, answers.router_logits if mixture else ())
+    (F.cross_entropy(answers.logits.flatten(0, 1), targets.flatten()) + of_routers).backward()
     grads, weights = {key: p.grad for key, p in model.named_parameters()}, model.state_dict()
     if mixture:
-        grads, weights = _in_files(grads, config), _in_files(weights, config)
+        grads, weights = in_files(grads, config), in_files(weights, config)
     return state | weights, answers.logits.detach(), grads
+
+
+def router_states_and_loss(config, logits_of_routers):
+    """Return the loads of experts by the names of our states, and the mean of the losses of all routers."""
+    found = [_load_and_loss(config, logits) for logits in logits_of_routers]
+    states = {f"blocks.{block}.mlp.router.state": load for block, (load, _) in enumerate(found)}
+    return states, sum(loss for _, loss in found) / config.layers
 
 
 def _load_and_loss(config, logits):
@@ -156,7 +159,7 @@ def _load_and_loss(config, logits):
     return load, config.balance_rate * balance + config.router_z_loss * logits.logsumexp(-1).square().mean()
 
 
-def _in_files(tensors, config):
+def in_files(tensors, config):
     """Return tensors of a mixture in memory under the names of transformers' files, one per matrix of an expert."""
     found = {}
     for name, tensor in tensors.items():
@@ -181,7 +184,7 @@ def _forward_and_backward(config, sizes, state, checkpointing, loss_chunks, micr
     model, grid = stage.module, stage.grid
     trained = {name: p for name, p in model.named_parameters() if not p.spec.frozen}
     total = gradient_reducer.GradientReducer(model.weights, trained)
-    model.weights.loss_divisor = BATCH * LENGTH
+    model.weights.unpadded_units = BATCH * LENGTH
     fill_from_hf(model, state)
     ids, targets, samples = (batch_part(t, grid) for t in inputs())
     with torch.no_grad():

@@ -47,16 +47,18 @@ def own_tokens(values: torch.Tensor, grid: Grid) -> torch.Tensor:
     return values if values.dim() == 1 or context.size == 1 else own_segments(values, context.size, context.index)
 
 
-def own_step(plan: ParallelPlan, stage: Stage, compute, batches, units: int) -> tuple[list[float], dict]:
+def own_step(
+    plan: ParallelPlan, stage: Stage, compute, batches, units: int, unpadded: int | None = None
+) -> tuple[list[float], dict]:
     """On a rank: the losses of an evaluation and of a step, and this stage's parts of its gradients, by name.
 
-    ``batches()`` returns the microbatches of both. ``units``: what the loss is divided by. A part is the shape of the
-    parameter, the part's slices and its values.
+    ``batches()`` returns the microbatches of both. ``units``: what the loss is divided by; ``unpadded``: what the
+    losses of routers are divided by. A part is the shape of the parameter, the part's slices and its values.
     """
     trained = {name: p for name, p in stage.module.named_parameters() if not p.spec.frozen}
     runtime = StageRuntime(stage, GradientReducer(stage.weights, trained), compute)
     losses = [runtime.evaluate(batches(), plan.microbatches) / units]
-    losses.append(runtime.forward_backward(batches(), plan.microbatches, units))
+    losses.append(runtime.forward_backward(batches(), plan.microbatches, units, unpadded))
     losses = [stage.grid.world.all_reduce(mask_replicas(loss, stage.grid)).item() for loss in losses]
     if stage.exchange:
         stage.exchange.close()

@@ -13,16 +13,20 @@ import shutil
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from gpt4d.checkpoint import finetuning
 from gpt4d.checkpoint.importer import import_model
 from gpt4d.config import GridSizes
 from gpt4d.data.packing import PackedSequences
 from gpt4d.data.prepare import corpus as prepared
+from gpt4d.parallel.routers import Routers
 from tests.support.chat import CONVERSATIONS, chat_overrides
-from tests.support.grids import build_model, full, hf_model, on_grid, train_in_rank
+from tests.support.grids import build_model, fill_from_hf, full, hf_model, on_grid, to_hf, train_in_rank
+from tests.support.model_oracles import in_files, library_model, router_states_and_loss
 from tests.support.rank_pool import RankFailure
 from tests.support.settings import configured
+from tests.support.stages import check_step, connected_task, own_stage, own_step
 from tests.support.task_oracles import summed_loss, validations
 from tests.support.training import losses_and_norms, plain_torch_run
 
@@ -111,6 +115,58 @@ def test_the_plan_does_not_change_the_losses_of_fine_tuning(ranks, serial, overr
     found = results(config.run.dir)
     for values, expected in zip(found, (losses, norms, held_out), strict=True):
         assert values == pytest.approx(expected, rel=1e-5)
+
+
+MIXTURE = (
+    "model=moe_tiny", "model.key_value_heads=4", "model.head_size=6", "model.inner=24", "model.experts=12",
+    "model.experts_per_token=3", "model.router_z_loss=0.05", "model.balance_rate=0.5", "model.qk_norm=all",
+)  # fmt: skip
+
+
+def mixture_step(config, world_size, state):
+    """On a rank: the results of ``own_step`` for the first conversations, and the tokens of each router's experts."""
+    plan, stage = own_stage(config, world_size)
+    fill_from_hf(stage.module, state)
+    task, routers = connected_task(config, plan, stage), Routers(stage)
+    found = own_step(plan, stage, task.compute, lambda: task.batches(0), *task.counts(0))
+    totals = stage.grid.world.all_reduce(routers.totals())
+    return found, totals[:, : config.model.experts]
+
+
+@pytest.mark.parametrize(
+    ("devices", "plan"),
+    [
+        (1, "train.micro_batch_size=2 train.activation_checkpointing=full"),
+        (4, "parallel.gx=2 parallel.gz=2 parallel.sequence_parallel=true parallel.chunks=2"),
+        full(2, "parallel.gy=2 train.activation_checkpointing=selective"),
+        full(2, "parallel.pipeline.stages=2 parallel.pipeline.microbatches=4"),
+        full(4, "parallel.gz=4 parallel.context=2"),
+    ],
+)
+def test_losses_of_routers_are_means_over_the_tokens_of_conversations(ranks, tiny, overrides, devices, plan):
+    config = tiny(*overrides, *MIXTURE, *plan.split())
+    model, files = library_model(config.model), prepared(config.data).first
+    packed = PackedSequences(files, "train", config.train.seq_len, config.train.seed, shuffle=True)
+    logits, total, trained = [], 0, 0
+    for position in packed.order.positions(np.arange(config.train.batch_size)).tolist():
+        room = config.train.seq_len  # the last token of a full sequence is only predicted
+        for document in packed.documents[slice(*packed.bounds[position : position + 2])].tolist():
+            start, stop = packed.starts[document], packed.ends[document]
+            ids, shown = (torch.from_numpy(part[start:stop].astype(np.int64)) for part in (packed.tokens, packed.mask))
+            answers = model(ids[None], output_router_logits=True)
+            logits.append([each[:room] for each in answers.router_logits])
+            room -= len(ids)
+            total += F.cross_entropy(answers.logits[0, :-1][shown[1:] > 0], ids[1:][shown[1:] > 0], reduction="sum")
+            trained += int(shown[1:].sum())
+    assert packed.counts(np.arange(config.train.batch_size)) == (trained, sum(len(each[0]) for each in logits))
+    states, of_routers = router_states_and_loss(config.model, [torch.cat(each) for each in zip(*logits, strict=True)])
+    loss = total / trained
+    (loss + of_routers).backward()
+    grads = in_files({name: p.grad for name, p in model.named_parameters()}, config.model)
+    found = ranks.run(devices, mixture_step, config, devices, states | in_files(model.state_dict(), config.model))
+    answers, (counts, *_) = zip(*found, strict=True)
+    check_step(answers, [loss.item()] * 2, grads, lambda wholes: to_hf(wholes, config.model))
+    assert torch.allclose(counts, torch.stack([*states.values()]) * sum(len(each[0]) for each in logits))
 
 
 @pytest.fixture(scope="module")

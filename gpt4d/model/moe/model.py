@@ -19,6 +19,7 @@ from gpt4d.parallel.layers.heads import Rotary
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.product import Recomputable
 from gpt4d.parallel.layers.routing import RouterSpec, Scoring
+from gpt4d.parallel.layers.sequence import TokenIndex
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,9 @@ class MixtureSpec(LayerSpec):
             layers["shared"] = LlamaMLPSpec(replace(config.llama, inner=config.shared_inner))
         return layers
 
-    async def forward(self, layer: BoundLayer, given: Any) -> Any:
+    async def forward(self, layer: BoundLayer, given: Any, tokens: TokenIndex) -> Any:
         x_TH = given.value if isinstance(given, Recomputable) else given  # saved, because several layers use it
-        routing = await layer.router(x_TH)
+        routing = await layer.router(x_TH, tokens)
         shared = layer.shared(x_TH) if self.config.shared_inner else None
         return await layer.experts(x_TH, routing, shared)
 
@@ -65,6 +66,11 @@ class MoeBlockSpec(LlamaBlockSpec):
             "attention": attention(self.config, self.rotary),
             "mlp": MixtureSpec(self.mixture),
         }
+
+    async def forward(self, layer: BoundLayer, x_TH: Any, tokens: TokenIndex) -> Any:
+        x_TH, normal_TH = layer.attention_norm(x_TH)
+        x_TH, normal_TH = layer.mlp_norm(x_TH, await layer.attention(normal_TH, tokens))
+        return x_TH + await layer.mlp(normal_TH, tokens)
 
 
 def model(config: MoeConfig) -> TextModelSpec:

@@ -13,12 +13,21 @@ class Documents:
     """The documents of some sequences. A document that continues in the next sequence counts once in each sequence.
 
     Attributes:
-        indices: [sequences, length], int64: number of documents that end before each token of the sequence.
+        indices: [sequences, length], int64: number of documents that end before each token of the sequence; -1 for
+            padding after the last document, which is a document for attention.
         counts: number of documents in each sequence, on the host, so that reading them does not wait for a GPU.
+        padded: whether a sequence has padding.
     """
 
     indices: torch.Tensor
     counts: Sequence[int]
+    padded: bool = False
+
+    @classmethod
+    def of_indices(cls, indices: torch.Tensor, on_host: torch.Tensor) -> "Documents":
+        """Return documents from their ``indices``, which ``on_host`` also has, in host memory."""
+        padding = on_host[:, -1] < 0
+        return cls(indices, (on_host.amax(1) + 1 + padding).tolist(), bool(padding.any()))
 
     @classmethod
     def ending_with(cls, token: int, ids: torch.Tensor, on_host: torch.Tensor | None = None) -> "Documents":
@@ -34,8 +43,8 @@ class Documents:
     def chunk(self, count: int) -> list["Documents"]:
         """Split the sequences into ``count`` equal chunks and return the documents of each chunk."""
         size = len(self.counts) // count
-        parts = enumerate(self.indices.split(size))
-        return [Documents(indices, self.counts[index * size : (index + 1) * size]) for index, indices in parts]
+        counts = [self.counts[index * size : (index + 1) * size] for index in range(count)]
+        return [Documents(*each, self.padded) for each in zip(self.indices.split(size), counts, strict=True)]
 
     @cached_property
     def positions(self) -> torch.Tensor:

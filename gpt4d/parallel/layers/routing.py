@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from gpt4d.parallel.layers.exchange import Summed, exchanged
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
+from gpt4d.parallel.layers.sequence import TokenIndex
 from gpt4d.parallel.layout import Layout, ParameterSpec
 from gpt4d.parallel.symbolic.kernels import Function, kernel
 from gpt4d.parallel.symbolic.tensor import wide_dtype
@@ -84,17 +85,18 @@ def expert_weights(logits_TE, experts_TK, scoring: Scoring):
 
 
 @kernel
-def logits_gradient(d_weights_TK, logits_TE, experts_TK, load_E, scoring: Scoring, balance: Balance):
+def logits_gradient(d_weights_TK, logits_TE, experts_TK, load_E, unpadded_T, scoring: Scoring, balance: Balance):
     """Return the gradient of the logits from the gradient of ``expert_weights`` and from the losses of ``balance``.
 
-    ``load_E``: the load of each expert; None if there is no balance loss.
+    ``load_E``: the load of each expert; None if there is no balance loss. ``unpadded_T``: the tokens that have the
+    losses; None: all.
     """
     return logits_TE.like()
 
 
 @kernel
-def routing_statistics(logits_TE, experts_TK, scoring: Scoring):
-    """Return sums over the tokens, float64 [2·E + 2].
+def routing_statistics(logits_TE, experts_TK, unpadded_T, scoring: Scoring):
+    """Return sums over the unpadded tokens, float64 [2·E + 2]. ``unpadded_T``: None for all.
 
     They are the number of tokens of each expert, the normalized score of each expert, the entropy of the normalized
     scores, and log²(Σ exp(logits)).
@@ -119,17 +121,17 @@ class ExpertWeightsFunction(Function):
     """``expert_weights``, whose backward adds the gradients of the router's own losses."""
 
     @staticmethod
-    def forward(ctx, logits_TE, experts_TK, load_E, spec: RouterSpec, weights: Any):
+    def forward(ctx, logits_TE, experts_TK, load_E, unpadded_T, spec: RouterSpec, weights: Any):
         ctx.save_for_backward(logits_TE, experts_TK)
-        ctx.load, ctx.spec, ctx.weights = load_E, spec, weights
+        ctx.load, ctx.unpadded, ctx.spec, ctx.weights = load_E, unpadded_T, spec, weights
         return expert_weights(logits_TE, experts_TK, spec.scoring)
 
     @staticmethod
     def backward(ctx, d_weights_TK):
-        spec, each = ctx.spec, 1 / (ctx.spec.layers_of_model * ctx.weights.loss_divisor)
+        spec, each = ctx.spec, 1 / (ctx.spec.layers_of_model * ctx.weights.unpadded_units)
         balance = Balance(0.0 if ctx.load is None else spec.balance_rate * spec.experts * each, spec.z_loss * each)
-        d_logits_TE = logits_gradient(d_weights_TK, *ctx.saved_tensors, ctx.load, spec.scoring, balance)
-        return d_logits_TE, None, None, None, None
+        d_logits_TE = logits_gradient(d_weights_TK, *ctx.saved_tensors, ctx.load, ctx.unpadded, spec.scoring, balance)
+        return d_logits_TE, None, None, None, None, None
 
 
 class Routing(NamedTuple):
@@ -143,13 +145,13 @@ class Routing(NamedTuple):
 class RouterSpec(LayerSpec):
     """Chooses ``scoring.per_token`` experts for each token, [T, H over y] → ``Routing``.
 
-    Two ways balance the load of the experts. With ``balance="loss"``, the loss of the model contains
-    ``balance_rate · E · Σ load·score`` (Switch Transformer, Eq. 4), averaged over all tokens and all routers. ``load``
-    is the share of the previous step's tokens that each expert had. So the gradients do not depend on the division of
-    a batch into microbatches. With ``balance="bias"``, a bias is added to the scores for the choice of experts only.
-    After each step it grows by ``balance_rate`` for an expert with less than the mean load, and falls by it for an
-    expert with more (Wang et al., 2024). ``state`` [E] is the load or the bias. The step updates it
-    (gpt4d.parallel.routers).
+    Two ways balance the load of the experts. With ``balance="loss"``, the loss of the model contains ``balance_rate · E
+    · Σ load·score`` (Switch Transformer, Eq. 4), averaged over all tokens and all routers. ``load`` is the share of the
+    previous step's tokens that each expert had. So the gradients do not depend on the division of a batch into
+    microbatches. Padding takes part neither in losses nor in loads. With ``balance="bias"``, a bias is added to the
+    scores for the choice of experts only. After each step it grows by ``balance_rate`` for an expert with less than the
+    mean load, and falls by it for an expert with more (Wang et al., 2024). ``state`` [E] is the load or the bias. The
+    step updates it (gpt4d.parallel.routers).
 
     Attributes:
         hidden: features of the residual stream.
@@ -175,11 +177,11 @@ class RouterSpec(LayerSpec):
         shape, layout = (self.hidden, self.experts), Layout(("y",), ())
         mean = self.scoring.per_token / self.experts if self.balance == "loss" else 0.0
         return {
-            "weight": ParameterSpec(shape, layout, std=self.std, group="head", between_layers=True),
+            "weight": ParameterSpec(shape, layout, std=self.std, group="router", between_layers=True),
             "state": ParameterSpec((self.experts,), Layout(()), mean=mean, frozen=True, state=True),
         }
 
-    async def forward(self, layer: BoundLayer, x_TH: Any) -> Routing:
+    async def forward(self, layer: BoundLayer, x_TH: Any, tokens: TokenIndex) -> Routing:
         y, weights = layer.context.grid.y, layer.weights
         logits_TE = LogitsFunction.apply(x_TH, layer.weight)
         if y.size > 1:
@@ -187,7 +189,9 @@ class RouterSpec(LayerSpec):
         bias_E, load_E = (layer.state, None) if self.balance == "bias" else (None, layer.state)
         experts_TK = chosen_experts(logits_TE.detach(), bias_E, self.scoring)
         if weights.records_gradients and not weights.recomputing:
-            weights.add_statistics(layer, routing_statistics(logits_TE.detach(), experts_TK, self.scoring))
+            sums = routing_statistics(logits_TE.detach(), experts_TK, tokens.unpadded, self.scoring)
+            weights.add_statistics(layer, sums)
         if not self.balance_rate:
             load_E = None
-        return Routing(ExpertWeightsFunction.apply(logits_TE, experts_TK, load_E, self, weights), experts_TK)
+        weights_TK = ExpertWeightsFunction.apply(logits_TE, experts_TK, load_E, tokens.unpadded, self, weights)
+        return Routing(weights_TK, experts_TK)

@@ -48,22 +48,30 @@ def expert_weights(logits_TE, experts_TK, scoring):
 
 
 @torch.enable_grad()
-def logits_gradient(d_weights_TK, logits_TE, experts_TK, load_E, scoring, balance):
+def logits_gradient(d_weights_TK, logits_TE, experts_TK, load_E, unpadded_T, scoring, balance):
     """Differentiate the weights and the losses with torch's autograd."""
     logits = logits_TE.detach().requires_grad_()
     total = (expert_weights(logits, experts_TK, scoring) * d_weights_TK.detach()).sum()
     if balance.loss:
-        total = total + balance.loss * (_normalized_scores(logits, scoring) * load_E.detach()).sum()
+        of_loads_T = (_normalized_scores(logits, scoring) * load_E.detach()).sum(-1)
+        total = total + balance.loss * _total(of_loads_T, unpadded_T)
     if balance.z_loss:
-        total = total + balance.z_loss * logits.logsumexp(-1).square().sum()
+        total = total + balance.z_loss * _total(logits.logsumexp(-1).square(), unpadded_T)
     return torch.autograd.grad(total, logits)[0]
 
 
-def routing_statistics(logits_TE, experts_TK, scoring):
+def _total(values, unpadded_T):
+    """Return the sum of values [T, …] over the unpadded tokens."""
+    return values.sum(0) if unpadded_T is None else unpadded_T.to(values.dtype) @ values
+
+
+def routing_statistics(logits_TE, experts_TK, unpadded_T, scoring):
     """Return the sums over the tokens."""
     scores = _normalized_scores(logits_TE, scoring).double()
+    one = scores.new_ones(()) if unpadded_T is None else unpadded_T.double()[:, None]
     counts = scores.new_zeros(logits_TE.shape[1])
-    counts.scatter_add_(0, experts_TK.flatten(), scores.new_ones(()).expand(experts_TK.numel()))
-    entropy = -torch.special.xlogy(scores, scores).sum()
-    z = logits_TE.logsumexp(-1).double().square().sum()
-    return torch.cat((counts, scores.sum(0), entropy[None], z[None]))
+    counts.scatter_add_(0, experts_TK.flatten(), one.expand_as(experts_TK).flatten())
+    entropy_T = -torch.special.xlogy(scores, scores).sum(1)
+    z_T = logits_TE.logsumexp(-1).double().square()
+    sums = (_total(values, unpadded_T) for values in (scores, entropy_T[:, None], z_T[:, None]))
+    return torch.cat((counts, *sums))

@@ -127,6 +127,14 @@ class TokenIndex:
         """[this rank's tokens]: index of each token in its sequence."""
         return self.local(self.indices)
 
+    @cached_property
+    def unpadded(self) -> Any:
+        """[this rank's tokens], boolean: the tokens that are no padding; None without padding."""
+        if self.documents is None or not self.documents.padded:
+            return None
+        unpadded, context = self.documents.indices >= 0, self.context
+        return self.local(unpadded if context is None else own_segments(unpadded, context.size, context.index))
+
     @property
     def indices(self) -> Any:
         """[sequences, length]: index of each token in its sequence."""

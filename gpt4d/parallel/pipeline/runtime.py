@@ -69,7 +69,9 @@ class StageRuntime:
         self._steps: dict[int, _StepPlan] = {}  # by number of microbatches
         self._evaluations: dict[int, tuple[Program, WeightPlan]] = {}
 
-    def forward_backward(self, batches: Iterable[Any], microbatches: int, divisor: float) -> torch.Tensor:
+    def forward_backward(
+        self, batches: Iterable[Any], microbatches: int, divisor: float, unpadded: float | None = None
+    ) -> torch.Tensor:
         """Compute the forwards and backwards of a step; gradients are complete when it returns.
 
         Args:
@@ -77,10 +79,13 @@ class StageRuntime:
             microbatches: number of microbatches.
             divisor: global number of units (tokens, images) of the step, so that the result does not depend on the
                 split of the batch into ranks and microbatches.
+            unpadded: global number of units that are no padding, by which the losses of routers are divided; None: as
+                many as ``divisor``.
 
         Returns:
             The sum of this rank's losses, divided by ``divisor``, float64, on the device.
         """
+        self.stage.weights.unpadded_units = divisor if unpadded is None else unpadded
         if self.graphs is not None:
             return self.graphs.run(batches, microbatches, divisor)
         return self._run_step(batches, microbatches, divisor, EAGER)
@@ -93,7 +98,6 @@ class StageRuntime:
             self._steps[microbatches] = self._plan_step(microbatches)
         plan = self._steps[microbatches]
         stage.weights.schedule.begin(plan.weights, plan.weight_contributions)
-        stage.weights.loss_divisor = divisor
         # The first stage finishes last. Reductions on other stages delay the gradient that it waits for.
         self.reducer.begin(plan.contributions, overlaps_backward=stage.index == 0)
         if not stage.module.training:
