@@ -11,25 +11,15 @@ import torch
 
 @dataclass
 class Check:
-    """Input and result of a check.
+    """Input and result of a check. A rehearsal has tiny sizes, and no verdict on speed or on CUDA's behavior."""
 
-    Attributes:
-        device_type: ``cuda``, or ``cpu`` for a rehearsal: tiny sizes, without a verdict on speed or on CUDA's behavior.
-        directory: temporary directory of this check alone.
-        earlier: values of the checks that have run before, by number.
-        figure: a short text of the main figures.
-        values: all values, for JSON.
-        problems: reasons why the check fails.
-        missing: property that the machine lacks for the check; then the check neither passes nor fails.
-    """
-
-    device_type: str
-    directory: Path
-    earlier: dict[int, dict[str, Any]] = field(default_factory=dict)
-    figure: str = ""
-    values: dict[str, Any] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    missing: str = ""
+    device_type: str  # cuda, or cpu for a rehearsal
+    directory: Path  # temporary directory of this check alone
+    earlier: dict[int, dict[str, Any]] = field(default_factory=dict)  # values of the checks that have run, by number
+    figure: str = ""  # a short text of the main figures
+    values: dict[str, Any] = field(default_factory=dict)  # all values, for JSON
+    problems: list[str] = field(default_factory=list)  # reasons why the check fails
+    missing: str = ""  # property that the machine lacks for the check, which then neither passes nor fails
 
     @property
     def device(self) -> torch.device:
@@ -47,9 +37,8 @@ class Check:
 
 def largest_difference(actual: Iterable[float | None], expected: Iterable[float | None]) -> float:
     """Return the largest relative difference; infinity if a value is not finite, which JSON stores as None."""
-    differences = [
-        math.nan if a is None or b is None else abs(a / b - 1) for a, b in zip(actual, expected, strict=True)
-    ]
+    pairs = zip(actual, expected, strict=True)
+    differences = [math.nan if None in pair else abs(pair[0] / pair[1] - 1) for pair in pairs]
     return max(difference if math.isfinite(difference) else math.inf for difference in differences)
 
 

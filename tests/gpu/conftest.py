@@ -4,7 +4,7 @@ A test with the marker ``gpu`` receives a ``Check`` and runs in a process of its
 tests do not see. Checks run in the order of their parts and numbers. Arguments of the marker:
 
 - ``number`` and ``part``.
-- ``limit_s``: seconds after which the check fails. It may also use the time that earlier checks of its part have left.
+- ``limit_s``: seconds after which the check fails; it may also use the time that earlier checks of its part have left.
   A rehearsal has the limit of a part, because its machine may be busy.
 - ``functions``: expected number of functions that are compiled on a GPU if the cache is empty.
 - ``work_s``: expected seconds of all further work that a rehearsal does not do: steps of large models on a GPU, their
@@ -15,7 +15,6 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -48,8 +47,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in [item for item in items if part and _settings(item).get("part", part) != part]:
         items.remove(item)
     places = [place for place, item in enumerate(items) if _settings(item)]
-    checks = sorted((items[place] for place in places), key=_order)
-    for place, item in zip(places, checks, strict=True):
+    for place, item in zip(places, sorted((items[place] for place in places), key=_order), strict=True):
         items[place] = item
 
 
@@ -84,10 +82,8 @@ def device_type(request) -> str:
 
 @pytest.fixture(scope="session")
 def results(request, device_type, tmp_path_factory) -> Results:
-    config = request.config
-    found = run_isolated(
-        describe, Check(device_type, tmp_path_factory.mktemp("machine")), _DESCRIBE_LIMIT_S, environment(device_type)
-    )
+    config, machine = request.config, Check(device_type, tmp_path_factory.mktemp("machine"))
+    found = run_isolated(describe, machine, _DESCRIBE_LIMIT_S, environment(device_type))
     if found.problems:
         config.stash[_MISSING] = "; ".join(found.problems)
         pytest.skip(config.stash[_MISSING])
@@ -147,8 +143,8 @@ def pytest_report_teststatus(report: pytest.TestReport | pytest.CollectReport) -
     figure = dict(getattr(report, "user_properties", ())).get("figure")
     if figure is None or report.when != "call":
         return None
-    verdict = PASS if report.passed else FAIL
-    return report.outcome, "." if report.passed else "F", f"{figure}  {verdict}"
+    letter, verdict = (".", PASS) if report.passed else ("F", FAIL)
+    return report.outcome, letter, f"{figure}  {verdict}"
 
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
@@ -166,6 +162,5 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Let ``make gpu-check`` fail on a machine without a GPU."""
-    with suppress(KeyError):
-        if session.config.stash[_MISSING]:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    if _MISSING in session.config.stash:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

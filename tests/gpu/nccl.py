@@ -9,7 +9,8 @@ import torch
 from tests.gpu.check import NotPossible
 
 _SHARES_GPU = (2, 30)  # oldest version that lets several ranks use one GPU
-_ENVIRONMENT = {
+# Variables of a rank that shares its GPU with other ranks.
+SHARED_GPU_ENVIRONMENT = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     "NCCL_NVLS_ENABLE": "0",  # NVLink switches connect different GPUs
     # The kernels of all ranks must fit on the GPU at once: a collective ends when each rank's kernel has run.
@@ -21,8 +22,7 @@ _LIBRARY = re.compile(r"^.*\s(/\S*/lib[nr]ccl\.so\S*)$", re.MULTILINE)  # rccl: 
 def loaded_version(maps: Path = Path("/proc/self/maps")) -> tuple[int, ...]:
     """Return the version of NCCL that this process uses. It may be newer than the version that torch was built with.
 
-    Args:
-        maps: the file in which Linux lists the libraries of this process.
+    ``maps``: the file in which Linux lists the libraries of this process.
     """
     library = _LIBRARY.search(maps.read_text())
     if library is None:  # linked into torch
@@ -46,8 +46,3 @@ def require_shared_gpu(version: tuple[int, ...]) -> None:
             f"several ranks on one GPU need NCCL 2.30, and torch has loaded {'.'.join(map(str, version))}; use several "
             "GPUs, or install a newer nvidia-nccl wheel"
         )
-
-
-def shared_gpu_environment() -> dict[str, str]:
-    """Return the variables of a rank that shares its GPU with other ranks."""
-    return dict(_ENVIRONMENT)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,24 +57,14 @@ class Results:
 
 def _fingerprint(machine: dict[str, Any]) -> str:
     """Return a hash of the code and the machine. Results belong together if it is equal."""
-    code = hashlib.sha256()
-    for path in _code():
-        code.update(path.read_bytes())
-    facts = *(machine.get(key) for key in ("torch", "name", "devices", "nccl")), code.hexdigest()
+    python = [path for package in ("tests/gpu", "gpt4d") for path in (REPOSITORY / package).rglob("*.py")]
+    code = sorted([*python, *(REPOSITORY / "configs").rglob("*.yaml")])
+    facts = *(machine.get(key) for key in ("torch", "name", "devices", "nccl")), *(path.read_bytes() for path in code)
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
-def _code() -> Iterable[Path]:
-    python = [path for package in ("tests/gpu", "gpt4d") for path in (REPOSITORY / package).rglob("*.py")]
-    return sorted([*python, *(REPOSITORY / "configs").rglob("*.yaml")])
-
-
 def table(checks: Mapping[str, Mapping]) -> str:
-    """Return the expected times of all checks that have run, and their sums by part, as text.
-
-    Args:
-        checks: results of a rehearsal by number, as in the JSON file.
-    """
+    """Return the expected times of a rehearsal's checks that have run, and their sums by part, as text."""
     lines, totals = [_line("check", *_COLUMNS)], defaultdict[int, list[float]](lambda: [0.0] * len(_COLUMNS))
     for number, entry in sorted(checks.items(), key=lambda item: (item[1]["budget"]["part"], int(item[0]))):
         budget = entry["budget"]

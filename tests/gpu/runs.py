@@ -65,13 +65,13 @@ GPT_1B3 = Workload("gpt_1b3", 2048, (4, 16), 0.45)
 GPT_125M = Workload("gpt_125m", 1024, (16, 64), 0.25)
 
 
+def small_corpus(check: Check, tokens: int) -> list[str]:
+    return write_corpus(check.directory, TINY_VOCABULARY if check.rehearsal else 4096, tokens)
+
+
 def gpt_tiny(check: Check, tokens: int) -> list[str]:
     """Write a corpus, and return the overrides that train gpt_tiny on it; the model is smaller in a rehearsal."""
     return [*(_TINY_GPT if check.rehearsal else ["model=gpt_tiny"]), *small_corpus(check, tokens)]
-
-
-def small_corpus(check: Check, tokens: int) -> list[str]:
-    return write_corpus(check.directory, TINY_VOCABULARY if check.rehearsal else 4096, tokens)
 
 
 def write_corpus(directory: Path, vocabulary: int, tokens: int) -> list[str]:
@@ -123,17 +123,12 @@ def _train(overrides: list[str], device: torch.device, prepare: Prepare) -> Any:
         return report() if report else None
 
 
-def never_save(trainer: Trainer) -> None:
-    """Let runs in this process never save."""
-    save_only_at(None)
-
-
-def save_only_at(step: int | None) -> None:
-    """Let runs in this process save after ``step`` alone, or never: the save at a run's end takes long."""
+def never_save(trainer: Trainer, except_at: int | None = None) -> None:
+    """Let runs in this process save after a step alone, or never: the save at a run's end takes long."""
     save = RunCheckpoints.save
 
     def save_or_not(self: RunCheckpoints, train_step: Any, progress: Any, validation: Any) -> None:
-        if progress.step == step:
+        if progress.step == except_at:
             save(self, train_step, progress, validation)
 
     RunCheckpoints.save = save_or_not
@@ -144,14 +139,8 @@ def losses(run_dir: Path) -> dict[int, float | None]:
     return {line["step"]: line["loss"] for line in logged_steps(run_dir)}
 
 
-def measured_runs(check: Check) -> list[dict[str, Any]]:
-    """Return the runs of check 6, one per microbatch. Raises Unavailable without a result of check 6."""
+def measured_runs(check: Check) -> dict[str, Any]:
+    """Return the values of check 6: its ``runs``, one per microbatch, and the ``best``. Raises Unavailable if none."""
     if "best" not in check.earlier.get(6, {}):
         raise Unavailable("check 6 has no result; run --part=2 before")
-    return check.earlier[6]["runs"]
-
-
-def best_run(check: Check) -> dict[str, Any]:
-    """Return the fastest run of check 6. Raises Unavailable without a result of check 6."""
-    measured_runs(check)
-    return check.earlier[6]["best"]
+    return check.earlier[6]

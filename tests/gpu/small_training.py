@@ -20,6 +20,7 @@ from gpt4d.planner.resolve import resolve
 from gpt4d.step import TrainStep, build_stage, connect_stages
 from tests.gpu import compiling
 from tests.gpu.check import Check, largest_difference
+from tests.support.stages import RandomTokens
 
 _STEPS = 3
 _BOUND = 1e-4  # relative difference to one rank
@@ -31,25 +32,15 @@ _MODEL = GPT2Config(
 
 @dataclass(frozen=True)
 class GridCase:
-    """A grid, or a pipeline of two stages, on which to train.
-
-    Attributes:
-        sizes: the grid of a stage.
-        stages: number of stages.
-        microbatches: number of microbatches per step.
-        shard_states: shard the optimizer's states over data.
-        compiled: compile fused kernels.
-        parallel: further settings of ``parallel``.
-        train: further settings of ``train``.
-    """
+    """A grid, or a pipeline of two stages with this grid, on which to train."""
 
     sizes: GridSizes = GridSizes()  # noqa: RUF009
     stages: int = 1
-    microbatches: int = 1
-    shard_states: bool = False
-    compiled: bool = False
-    parallel: Mapping[str, Any] = field(default_factory=dict)
-    train: Mapping[str, Any] = field(default_factory=dict)
+    microbatches: int = 1  # per step
+    shard_states: bool = False  # over data
+    compiled: bool = False  # compile fused kernels
+    parallel: Mapping[str, Any] = field(default_factory=dict)  # further settings
+    train: Mapping[str, Any] = field(default_factory=dict)  # further settings
 
     def __str__(self) -> str:
         settings = [f"{key}={value}" for key, value in {**self.parallel, **self.train}.items()]
@@ -62,13 +53,10 @@ class GridCase:
         parallel = {"gx": self.sizes.x, "gy": self.sizes.y, "gz": self.sizes.z, "gdata": self.sizes.data}
         pipeline = PipelineConfig(stages=self.stages, microbatches=self.microbatches, schedule="eager_1f1b")
         train = {
-            "seq_len": _LENGTH,
-            "batch_size": _BATCH,
+            "seq_len": _LENGTH, "batch_size": _BATCH, "precision": "fp32", "activation_checkpointing": "full",
             "micro_batch_size": _BATCH // self.microbatches // self.sizes.batch_shards,
-            "precision": "fp32",
-            "activation_checkpointing": "full",
             "compile": self.compiled and device.type == "cuda",
-        }
+        }  # fmt: skip
         return Config(
             model=_MODEL,
             train=TrainConfig(**(train | self.train)),
@@ -138,11 +126,7 @@ def build_step(case: GridCase, device: torch.device, alone: bool = False) -> tup
         compiling.enable(device)
     if case.stages > 1:
         connect_stages(plan, stage, ranks_per_host=dist.get_world_size())
-    return plan, TrainStep(stage, _compute, plan.config.optim)
-
-
-def _compute(module: Any, part: Any, batch: tuple, received: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    return module.compute(part, received, *batch)
+    return plan, TrainStep(stage, RandomTokens.compute, plan.config.optim)
 
 
 def local_batches(plan: ParallelPlan, stage: Stage) -> list[tuple]:

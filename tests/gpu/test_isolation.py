@@ -30,7 +30,7 @@ from tests.gpu.check import Check, NotPossible, Unavailable
 from tests.gpu.isolation import run_isolated
 from tests.gpu.processes import in_process
 from tests.gpu.results import COMPILE_S, FAIL, NOT_POSSIBLE, PART_S, PASS, REPOSITORY, Results, table
-from tests.gpu.runs import best_run
+from tests.gpu.runs import measured_runs
 
 
 def run_checks(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
@@ -201,7 +201,7 @@ def test_a_check_that_is_not_possible_neither_passes_nor_fails(tmp_path, monkeyp
 def test_missing_prerequisites_are_named(tmp_path, monkeypatch):
     check = Check("cuda", tmp_path)
     with pytest.raises(Unavailable, match="check 6 has no result"):
-        best_run(check)
+        measured_runs(check)
     usage_of_disk = namedtuple("usage_of_disk", "free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage_of_disk(5e9))
     with pytest.raises(Unavailable, match="5 GB of free space for a checkpoint of 19 GB; set TMPDIR"):

@@ -126,9 +126,13 @@ Case = Callable[[Values], tuple[nn.Module, Callable[[], torch.Tensor]]]
 """Builds a layer, and a function that calls it."""
 
 
-def _linear(values: Values, **options: Any):
+def _product(values: Values, of_images: bool = False, **options: Any):
     hidden = values.sizes.hidden
-    layer, x = Layer(LinearSpec(hidden, 2 * hidden, **options), values.weights), values.sequences()
+    if of_images:
+        spec, x = Conv2dSpec(hidden, hidden // 2, 3, padding=1, **options), values.images()
+    else:
+        spec, x = LinearSpec(hidden, 2 * hidden, **options), values.sequences()
+    layer = Layer(spec, values.weights)
     return layer, lambda: run_alone(layer(x))
 
 
@@ -155,12 +159,6 @@ def _group_norm(values: Values):
     return layer, lambda: layer(x, *scale_and_shift)
 
 
-def _convolution(values: Values, **options: Any):
-    hidden = values.sizes.hidden
-    layer, x = Layer(Conv2dSpec(hidden, hidden // 2, 3, padding=1, **options), values.weights), values.images()
-    return layer, lambda: run_alone(layer(x))
-
-
 def _head(values: Values):
     embedding = Layer(TokenEmbeddingSpec(values.sizes.columns, values.sizes.hidden), values.weights)
     head, x = Layer(TiedHeadSpec(), values.weights), values.sequences()
@@ -173,14 +171,9 @@ def _cross_entropy(values: Values):
     return nn.Module(), lambda: cross_entropy_sum(logits, targets, s.vocabulary, values.weights.context.grid.x)
 
 
-def _gelu(values: Values):
-    x, bias = values.rows(), values.input(values.sizes.hidden)
-    return nn.Module(), lambda: gelu_of_biased(x, bias)
-
-
-def _swiglu(values: Values):
-    x = values.rows(2)
-    return nn.Module(), lambda: SwigluFunction.apply(x)
+def _activation(values: Values, biased: bool):
+    inputs = (values.rows(), values.input(values.sizes.hidden)) if biased else (values.rows(2),)
+    return nn.Module(), partial(gelu_of_biased if biased else SwigluFunction.apply, *inputs)
 
 
 def _router(values: Values):
@@ -225,22 +218,22 @@ def _grouped_attention(values: Values, with_documents: bool = False, shared: boo
 
 
 CASES: dict[str, Case] = {
-    "linear": _linear,
-    "linear transposed": partial(_linear, transposed=True),
-    "linear fused": partial(_linear, num_fused=3),
+    "linear": _product,
+    "linear transposed": partial(_product, transposed=True),
+    "linear fused": partial(_product, num_fused=3),
     "embedding": _embedding,
     "positions": _positions,
     "positions of documents": partial(_positions, with_documents=True),
     "layer norm": partial(_norm, spec=LayerNormSpec),
     "RMS norm": partial(_norm, spec=RMSNormSpec),
     "group norm": _group_norm,
-    "convolution": _convolution,
-    "convolution with stride": partial(_convolution, stride=2),
-    "convolution of enlarged images": partial(_convolution, upsampling=2),
+    "convolution": partial(_product, of_images=True),
+    "convolution with stride": partial(_product, of_images=True, stride=2),
+    "convolution of enlarged images": partial(_product, of_images=True, upsampling=2),
     "head": _head,
     "cross-entropy": _cross_entropy,
-    "GELU": _gelu,
-    "SwiGLU": _swiglu,
+    "GELU": partial(_activation, biased=True),
+    "SwiGLU": partial(_activation, biased=False),
     "router": _router,
     "experts": _experts,
     "dropout": _dropout,

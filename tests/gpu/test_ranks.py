@@ -101,8 +101,8 @@ def test_ranks_train_and_reshard_and_name_a_hang_and_a_lost_rank(check: Check) -
         figures.append(check_usage(check, [used for _, used in of_stages], contexts, gpus))
 
     for name, stop, timeout_s, pattern, codes in (
-        ("hang", _sleep, _TIMEOUT_S[check.device_type], _HANG, [1, 1]),
-        ("lost", _die, _LONG_S, _LOST, [1, -signal.SIGKILL]),
+        ("hang", threading.Event().wait, _TIMEOUT_S[check.device_type], _HANG, [1, 1]),
+        ("lost", partial(signal.raise_signal, signal.SIGKILL), _LONG_S, _LOST, [1, -signal.SIGKILL]),
     ):
         directory = check.directory / name
         directory.mkdir()
@@ -123,7 +123,7 @@ def _job(
     ranks: int, gpus: int, member: Member, logs: Path | None = None, environment: Mapping[str, str] | None = None
 ) -> list[Callable[[], Any]]:
     """Return the calls that run ``member`` on each rank of a job, as processes on ``gpus`` GPUs (0: on the CPU)."""
-    variables = {**(environment or {}), **(nccl.shared_gpu_environment() if gpus == 1 else {})}
+    variables = {**(environment or {}), **(nccl.SHARED_GPU_ENVIRONMENT if gpus == 1 else {})}
     with socket.socket() as free:
         free.bind(("localhost", 0))
         master = f"localhost:{free.getsockname()[1]}"
@@ -148,23 +148,14 @@ def _train_and_reshard(cases: list[GridCase], job: JobContext) -> tuple[dict[str
 
 
 class Usage(NamedTuple):
-    """The use of a GPU after a training, on one of its ranks.
+    """The use of a GPU after a training, on one of its ranks."""
 
-    Attributes:
-        communicators: number of ranks of each communicator that NCCL has logged.
-        planned_communicators: number of communicators that the planner counts.
-        planned_gib: memory of libraries and communicators for which ``cluster=auto`` plans.
-        allocated_gib: memory that torch's allocator has reserved.
-        used_gib: memory of the GPU that all processes use.
-        contexts: number of processes on each GPU, by UUID.
-    """
-
-    communicators: list[int]
-    planned_communicators: int
-    planned_gib: float
-    allocated_gib: float
-    used_gib: float
-    contexts: Counter[str]
+    communicators: list[int]  # number of ranks of each communicator that NCCL has logged
+    planned_communicators: int  # number of communicators that the planner counts
+    planned_gib: float  # memory of libraries and communicators for which cluster=auto plans
+    allocated_gib: float  # memory that torch's allocator has reserved
+    used_gib: float  # memory of the GPU that all processes use
+    contexts: Counter[str]  # number of processes on each GPU, by UUID
 
 
 def _train_over_stages(case: GridCase, logs: Path, job: JobContext) -> tuple[dict[str, Answer], Usage]:
@@ -193,25 +184,19 @@ def _planned_gib(plan: ParallelPlan, cluster: ClusterConfig) -> float:
 def check_usage(check: Check, ranks: Sequence[Usage], before: Counter[str], gpus: int) -> str:
     """Require one context per rank, and communicators and memory as planned. Return a short text of the figures.
 
-    Args:
-        check: the check, whose problems are extended.
-        ranks: the use of the GPUs by each rank; rank ``r`` is on GPU ``r % gpus``.
-        before: number of processes on each GPU before the job.
-        gpus: number of GPUs of the job.
+    Rank ``r`` is on GPU ``r % gpus``. ``before``: number of processes on each GPU before the job.
     """
     check.values["usage"] = [rank._asdict() for rank in ranks]
     for number, rank in enumerate(ranks):
         text = f"rank {number} has communicators of {rank.communicators} ranks, {rank.planned_communicators} planned"
         check.require(len(rank.communicators) == rank.planned_communicators, text)
-    libraries = []
-    for gpu in range(min(gpus, len(ranks))):
-        own = ranks[gpu::gpus]
+    libraries, shares = [], [ranks[gpu::gpus] for gpu in range(min(gpus, len(ranks)))]
+    for gpu, own in enumerate(shares):
         libraries.append(max(rank.used_gib for rank in own) - sum(rank.allocated_gib for rank in own))
         planned = sum(rank.planned_gib for rank in own)
         text = f"libraries and other processes take {libraries[-1]:.2f} GiB of GPU {gpu}, {planned:.2f} planned"
         check.require(libraries[-1] <= planned, text)
-    contexts = sorted((ranks[0].contexts - before).values())
-    expected = sorted(len(ranks[gpu::gpus]) for gpu in range(min(gpus, len(ranks))))
+    contexts, expected = sorted((ranks[0].contexts - before).values()), sorted(map(len, shares))
     check.require(contexts in ([], expected), f"the GPUs have {contexts} contexts of the job, not {expected}")
     counted = f"{sum(contexts)} contexts" if contexts else "contexts not reported by nvidia-smi"
     return f"{counted}, {len(ranks[0].communicators)} communicators, libraries {max(libraries):.2f} GiB"
@@ -251,11 +236,3 @@ def _stop_rank_1(stop: Callable[[], object], timeout_s: float, directory: Path, 
             if grid.world.index == 1:
                 stop()
         step(batches, plan.microbatches, units=1, lr=1e-3).loss.item()
-
-
-def _sleep() -> None:
-    threading.Event().wait()
-
-
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)

@@ -40,7 +40,7 @@ from gpt4d.validation import validate
 from tests.gpu import compiling, runs
 from tests.gpu.check import Check, Unavailable
 from tests.gpu.processes import in_process
-from tests.gpu.runs import GPT_1B3, GPT_125M, Workload, best_run, measured_runs
+from tests.gpu.runs import GPT_1B3, GPT_125M, Workload, measured_runs
 from tests.gpu.usage import device_memory, reserved_gib, seconds_of
 from tests.support.settings import configured
 
@@ -202,7 +202,7 @@ def kernels(recorded: Sequence[dict[str, Any]], step_s: float) -> list[dict[str,
 
 @pytest.mark.gpu(number=10, part=3, limit_s=110, work_s=90)
 def test_gradients_in_fp32_cost_little_of_a_step(check: Check) -> None:
-    device, best = check.device, best_run(check)
+    device, best = check.device, measured_runs(check)["best"]
     config, micro_batch = validate(configured([*best["overrides"], "optim.lr=1e-5"]), 1).config, best["micro_batch"]
     check.values["cache_layers"] = config.parallel.cache_layers
     stage = build_stage(config, Grid.single_device(), device)
@@ -279,7 +279,7 @@ def _recompute(step: TrainStep, layer_weights: Any) -> Iterator[None]:
 
 @pytest.mark.gpu(number=11, part=3, limit_s=130, work_s=60)
 def test_the_planner_predicts_the_step_times(check: Check) -> None:
-    measured, path = measured_runs(check), check.directory / "here.yaml"
+    measured, path = measured_runs(check)["runs"], check.directory / "here.yaml"
     in_process(_calibrate, path, check.rehearsal)
     figures, rows = [], []
     for cluster in (str(path), "auto"):

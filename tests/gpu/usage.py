@@ -53,10 +53,7 @@ def reserved_gib(device: torch.device, peak: bool = False) -> float:
 def contexts(listed: str | None = None) -> Counter[str]:
     """Return the number of processes with a context on each GPU, by the GPU's UUID.
 
-    It is empty if the driver does not report processes, as in some containers.
-
-    Args:
-        listed: output of nvidia-smi; None to call it.
+    It is empty if the driver does not report processes, as in some containers. ``listed``: output of nvidia-smi.
     """
     if listed is None:
         if not shutil.which(_QUERY[0]):
