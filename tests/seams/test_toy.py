@@ -26,7 +26,7 @@ from gpt4d.validation import validate
 from tests.seams import toy_torch
 from tests.seams.plain_toy import RECOMPUTED, PlainToy, configure
 from tests.support.grids import bytes_planned, bytes_sent, full, metric_lines, on_grid, train_in_rank
-from tests.support.stages import run_events
+from tests.support.run_files import events
 
 STEPS, SAVED, SAMPLES = 12, 6, 8
 GRID, OTHER_GRID = GridSizes(2, 2, 2, 1), GridSizes(1, 2, 1, 2)
@@ -82,7 +82,7 @@ def test_toy_trains_like_plain_torch_and_sends_the_planned_bytes(ranks, tmp_path
     expected_losses, expected_validation, _ = plain_run(config)
     assert losses(config) == pytest.approx(expected_losses, rel=1e-5)
     assert losses(config)[-1] < 0.8 * losses(config)[0]
-    (validation,) = run_events(tmp_path, "validation")
+    (validation,) = events(tmp_path, "validation")
     assert validation["loss"] == pytest.approx(expected_validation, rel=1e-5)
     assert metric_lines(tmp_path)[-1]["rows"] == STEPS * SAMPLES * 3
     assert bytes_sent(tmp_path) == bytes_planned(config, sizes)
@@ -91,7 +91,7 @@ def test_toy_trains_like_plain_torch_and_sends_the_planned_bytes(ranks, tmp_path
 def test_toy_with_recomputation_trains_alike_and_sends_the_planned_bytes(straight):
     assert losses(straight) == pytest.approx(plain_run(straight)[0], rel=1e-5)
     assert bytes_sent(straight.run.dir) == bytes_planned(straight, GRID)
-    (sample,) = run_events(straight.run.dir, "sample")
+    (sample,) = events(straight.run.dir, "sample")
     assert sample["squared_error"] > 0 and sample["rows"] == STEPS * SAMPLES * 3
 
 

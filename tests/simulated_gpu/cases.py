@@ -12,32 +12,20 @@ _GROUPED_HEADS: Settings = {"model.hidden": 24, "model.head_size": 8, "model.inn
 
 
 class Option(NamedTuple):
-    """A value of a factor.
+    """A value of a factor."""
 
-    Attributes:
-        settings: the keys that it sets.
-        families: the families that have these keys; none for all.
-        world_size: number of ranks of a plan.
-        layers: number of blocks of a text model with this plan.
-    """
-
-    settings: Settings
-    families: Sequence[str] = ()
-    world_size: int = 1
-    layers: int = 1
+    settings: Settings  # the keys that it sets
+    families: Sequence[str] = ()  # the families that have these keys; none for all
+    world_size: int = 1  # number of ranks of a plan
+    layers: int = 1  # number of blocks of a text model with this plan
 
 
-def _stages(schedule: str, grids: str, strategy: str, world_size: int, **settings: object) -> Option:
-    count = grids.count(",") + 1
-    chunks = int(str(settings.get("chunks_per_stage", 1)))
-    microbatches = 2 if chunks > 1 else 3
-    pipeline = {"stages": count, "stage_grids": grids, "schedule": schedule, "strategy": strategy, **settings}
-    pipeline["microbatches"] = microbatches
-    return Option(
-        {"train.batch_size": 8 * microbatches} | {f"parallel.pipeline.{key}": value for key, value in pipeline.items()},
-        world_size=world_size,
-        layers=count * chunks,
-    )
+def _stages(schedule: str, grids: str, strategy: str, world_size: int, chunks: int = 1) -> Option:
+    count, microbatches = grids.count(",") + 1, 2 if chunks > 1 else 3
+    pipeline = {"stages": count, "stage_grids": grids, "schedule": schedule, "strategy": strategy}
+    pipeline |= {"chunks_per_stage": chunks, "microbatches": microbatches}
+    settings = {f"parallel.pipeline.{key}": value for key, value in pipeline.items()}
+    return Option(settings | {"train.batch_size": 8 * microbatches}, world_size=world_size, layers=count * chunks)
 
 
 def _grid(x: int, y: int, z: int, data: int) -> Option:
@@ -63,7 +51,7 @@ FACTORS: dict[str, dict[str, Option]] = {
         "eager": _stages("eager_1f1b", "[2x1x1x1,1x1x2x1,1x2x1x1]", "local_allgather", 6),
         "eager w": _stages("eager_1f1b_w", "[2x2x1x1,1x1x1x2]", "global_allgather", 6),
         "zb": _stages("zb_h1", "[1x2x1x1,2x1x1x1]", "broadcast", 4),
-        "interleaved": _stages("interleaved_1f1b", "[2x1x1x1,2x1x1x1]", "broadcast", 4, chunks_per_stage=2),
+        "interleaved": _stages("interleaved_1f1b", "[2x1x1x1,2x1x1x1]", "broadcast", 4, chunks=2),
     },
     "family": {
         "gpt": Option({"model.hidden": 24}),

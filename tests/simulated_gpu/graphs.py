@@ -57,21 +57,14 @@ class Graph:
 
 
 class Graphs:
-    """The graphs of a job.
-
-    Attributes:
-        current: the graph that is captured now.
-        thread: the thread that captures.
-        pool: blocks of the graphs' pool, by id.
-        launches: number of launched graphs.
-    """
+    """The graphs of a job."""
 
     def __init__(self, job: Job):
         self.job = job
-        self.current: Graph | None = None
-        self.thread = 0
-        self.pool: dict[int, Block] = {}
-        self.launches = 0
+        self.current: Graph | None = None  # the graph that is captured now
+        self.thread = 0  # the thread that captures
+        self.pool: dict[int, Block] = {}  # blocks of the graphs' pool, by id
+        self.launches = 0  # number of launched graphs
         self._launching = False
 
     def captures(self, stream: Stream) -> bool:

@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -50,23 +51,13 @@ def set_up() -> None:
 
 
 class Job:
-    """The state of the rank's GPU.
-
-    Attributes:
-        problems: the problems found so far.
-        streams: all streams, by number. The first one is the default stream.
-        memory: the storages on the GPU.
-        graphs: the CUDA graphs.
-        collectives: number of collectives by name.
-        overlaps: number of collectives by name that the computation waits for after further operations.
-        compute_dtype: the dtype of products; None for any.
-    """
+    """The state of the rank's GPU."""
 
     def __init__(self, problems: Problems):
-        self.problems = problems
-        self.streams: list[Stream] = []
-        self.compute_dtype: torch.dtype | None = None
-        self.collectives, self.overlaps = Counter[str](), Counter[str]()
+        self.problems = problems  # found so far
+        self.streams: list[Stream] = []  # by number; the first one is the default stream
+        self.compute_dtype: torch.dtype | None = None  # of products; None for any
+        self.overlaps = Counter[str]()  # by name: collectives that the computation waits for after other operations
         self._threads = threading.local()
         self._main = ThreadState(Stream(self, "default stream"))
         self._threads.state = self._main
@@ -125,9 +116,6 @@ class Job:
         self.check_thread("creates a stream")
         return Stream(self, f"stream of {call_site()}")
 
-    def new_event(self, enable_timing: bool = False, **_) -> Event:
-        return Event(self, enable_timing)
-
     def set_device(self, device) -> None:
         self.thread.gpu = device if isinstance(device, int) else torch.device(device).index
 
@@ -155,7 +143,7 @@ def simulated_job(
 
     replaced = {
         "Stream": job.new_stream,
-        "Event": job.new_event,
+        "Event": partial(Event, job),
         "current_stream": job.current_stream,
         "stream": job.stream,
         "set_device": job.set_device,

@@ -60,15 +60,10 @@ class Block:
 
 
 class Memory:
-    """All storages that operations of a job use.
-
-    Attributes:
-        nbytes: bytes of the storages on the GPU now.
-        peak: maximum of ``nbytes``.
-    """
+    """All storages that operations of a job use."""
 
     def __init__(self, job: Job):
-        self.job, self.nbytes, self.peak = job, 0, 0
+        self.job, self.nbytes, self.peak = job, 0, 0  # bytes of the storages on the GPU now, and their maximum
         self._blocks: weakref.WeakKeyDictionary[torch.UntypedStorage, Block] = weakref.WeakKeyDictionary()
         self._registered: dict[int, Block] = {}  # pinned memory by its address
         self._freed: deque[Block] = deque()

@@ -42,9 +42,8 @@ class Problems:
     def __init__(self, host_waits: Collection[tuple[str, str]] = (), first_waits: Collection[tuple[str, str]] = ()):
         """Create an empty list.
 
-        Args:
-            host_waits: the functions in which the host may wait for the GPU, as (file, qualified name).
-            first_waits: the functions in which it may wait until ``steady`` is set, such as functions with a cache.
+        ``host_waits``: the functions in which the host may wait for the GPU, as (file, qualified name).
+        ``first_waits``: the functions in which it may wait until ``steady`` is set, such as functions with a cache.
         """
         self.host_waits, self.first_waits = host_waits, first_waits
         self.steady = False

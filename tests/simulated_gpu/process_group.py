@@ -61,7 +61,6 @@ class SimulatedGroup(dist.ProcessGroup):
             return _Finished()
         job.check_thread(f"starts {name}")
         _check(job, name, tensors[0], tensors[-1], ratio)
-        job.collectives[name] += 1
         if self._stream is None:
             self._stream = Stream(job, self._name)
         self._stream.wait_stream(job.current_stream())
@@ -72,9 +71,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._start("all_reduce", tensors, tensors)
 
     def broadcast(self, tensors, options):
-        assert tensors[0].device.type != "cpu" or options.rootRank == self.rank(), (
-            "the root of a broadcast does not exist"
-        )
+        assert not tensors[0].is_cpu or options.rootRank == self.rank(), "the root of a broadcast does not exist"
         return self._start("broadcast", tensors, tensors)
 
     def all_gather_single(self, output, input, options=None):
@@ -122,10 +119,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
 
 def _check(job: Job, name: str, sent: torch.Tensor, received: torch.Tensor, ratio: float | None) -> None:
-    """Report a collective that NCCL rejects.
-
-    ``ratio``: number of elements received for each that is sent; None if it may be any number.
-    """
+    """Report a collective that NCCL rejects. ``ratio``: number of received elements per sent one; None for any."""
     report = job.problems.report
     if not (sent.is_contiguous() and received.is_contiguous()):
         report("collective", f"{name} has a tensor that is not contiguous")

@@ -11,18 +11,8 @@ class Programs(dict[str, tuple[str, Callable]]):
     """Programs by name: a part of the message of their problem, or "" if they are correct; and their function."""
 
     def reports(self, message: str) -> Callable:
-        """Return a decorator of a program with a mistake."""
+        """Return a decorator that adds a program."""
         return lambda program: self.setdefault(program.__name__, (message, program))[1]
-
-    def correct(self, program: Callable) -> Callable:
-        """Add a program without a mistake."""
-        return self.reports("")(program)
-
-    def with_mistake(self) -> list[str]:
-        return [name for name, (message, _) in self.items() if message]
-
-    def without_mistake(self) -> list[str]:
-        return [name for name, (message, _) in self.items() if not message]
 
 
 def ones() -> torch.Tensor:

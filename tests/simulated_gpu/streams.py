@@ -30,11 +30,7 @@ def covers(clock: Clock, other: Clock) -> bool:
 
 
 class Stream(torch.Stream):
-    """A queue of operations of a job, in place of torch.cuda.Stream.
-
-    Attributes:
-        clock: the operations that are complete when the stream's next operation starts.
-    """
+    """A queue of operations of a job, in place of torch.cuda.Stream."""
 
     def __new__(cls, job: Job, name: str):
         kind = int(torch._C._autograd.DeviceType.PrivateUse1)
@@ -42,7 +38,7 @@ class Stream(torch.Stream):
 
     def __init__(self, job: Job, name: str):
         self.job, self.name, self.number = job, name, len(job.streams)
-        self.clock: Clock = {}
+        self.clock: Clock = {}  # the operations that are complete when the stream's next operation starts
         job.streams.append(self)
 
     @property
@@ -83,7 +79,7 @@ class Stream(torch.Stream):
 class Event:
     """A point in a stream, in place of torch.cuda.Event. Times have no meaning. ``graph``: its capture, if any."""
 
-    def __init__(self, job: Job, enable_timing: bool = False):
+    def __init__(self, job: Job, enable_timing: bool = False, **_):
         self.job, self.timed, self.recorded = job, enable_timing, False
         self.clock: Clock = {}
         self.graph: Graph | None = None

@@ -24,13 +24,9 @@ from tests.support.grids import metric_lines
 from tests.support.settings import configured
 
 RUN = [
-    "train.precision=bf16",
-    "train.steps=4",
-    "train.validate_every=2",
-    "train.validation_batches=1",
-    "checkpoint.every=1",
-    "optim.ema_decay=0.9",
-]
+    "train.precision=bf16", "train.steps=4", "train.validate_every=2", "train.validation_batches=1",
+    "checkpoint.every=1", "optim.ema_decay=0.9",
+]  # fmt: skip
 
 
 def train(config: Config) -> list[str]:

@@ -12,8 +12,10 @@ from tests.simulated_gpu.job import GPU, simulated_job
 from tests.simulated_gpu.programs import Programs, ones
 
 PROGRAMS = Programs()
-reports, correct = PROGRAMS.reports, PROGRAMS.correct
+reports = PROGRAMS.reports
+correct = reports("")
 READS, COPIES = (f"the host waits for the GPU: it {verb}" for verb in ("reads a value", "copies"))
+NOT_SELECTED = "but has not selected the rank's GPU"
 
 
 def on_a_stream_that_waits(function: Callable[[], object]) -> torch.cuda.Stream:
@@ -25,8 +27,7 @@ def on_a_stream_that_waits(function: Callable[[], object]) -> torch.cuda.Stream:
 
 
 def allowed() -> None:
-    event = torch.cuda.current_stream().record_event()
-    event.synchronize()
+    torch.cuda.current_stream().record_event().synchronize()
 
 
 def allowed_before_the_steps() -> None:
@@ -48,14 +49,8 @@ PROGRAMS |= {
     "index_of_numbers": (COPIES, lambda job: ones()[[1, 2]]),
     "copy_of_memory_that_is_not_pinned": (COPIES, lambda job: torch.ones(8).to(GPU, non_blocking=True)),
     "collective_of_wrong_sizes": ("all_gather has tensors of [8] and [8]", lambda job: all_gather(ones(), ones())),
-    "event_in_a_thread": (
-        "the thread watchdog queries an event, but has not selected the rank's GPU",
-        lambda job: in_a_thread(torch.cuda.Event().query),
-    ),
-    "pinned_memory_in_a_thread": (
-        "the thread watchdog pins memory, but has not selected the rank's GPU",
-        lambda job: in_a_thread(torch.ones(8).pin_memory),
-    ),
+    "event_in_a_thread": (f"queries an event, {NOT_SELECTED}", lambda job: in_a_thread(torch.cuda.Event().query)),
+    "memory_in_a_thread": (f"pins memory, {NOT_SELECTED}", lambda job: in_a_thread(torch.ones(8).pin_memory)),
     "thread_that_selects_the_gpu": (
         "",
         lambda job: in_a_thread(lambda: torch.cuda.set_device(GPU), torch.cuda.Event().query, torch.ones(8).pin_memory),
@@ -96,8 +91,7 @@ class Streams:
     def streams_that_wait_for_each_other(job):
         tensor = ones()
         stream = on_a_stream_that_waits(lambda: tensor.add_(1))
-        event = stream.record_event()
-        torch.cuda.current_stream().wait_event(event)
+        torch.cuda.current_stream().wait_event(stream.record_event())
         tensor.zero_()
 
 
@@ -225,12 +219,8 @@ def problems_of(name: str) -> list[str]:
     return list(job.problems)
 
 
-@pytest.mark.parametrize("name", PROGRAMS.with_mistake())
-def test_a_mistake_is_reported_once_and_with_its_line(simulate, name):
-    (problem,) = simulate(problems_of, name)
-    assert PROGRAMS[name][0] in problem and problem.startswith("tests/simulated_gpu/test_simulation.py:")
-
-
-@pytest.mark.parametrize("name", PROGRAMS.without_mistake())
-def test_correct_code_is_accepted(simulate, name):
-    assert simulate(problems_of, name) == []
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_mistake_is_reported_once_and_with_its_line_and_correct_code_is_accepted(simulate, name):
+    message, problems = PROGRAMS[name][0], simulate(problems_of, name)
+    assert len(problems) == bool(message)
+    assert all(message in text and text.startswith("tests/simulated_gpu/test_simulation.py:") for text in problems)

@@ -21,17 +21,11 @@ _OTHER_GPU = 1  # the current GPU of a new thread: another rank's, as GPU 0 is f
 
 
 class ThreadState:
-    """The state of CUDA in the thread that creates it.
-
-    Attributes:
-        gpu: index of the current GPU.
-        stream: the current stream.
-        clock: the operations that have ended for the thread.
-    """
+    """The state of CUDA in the thread that creates it."""
 
     def __init__(self, stream: Stream):
-        self.gpu, self.stream = _OTHER_GPU, stream
-        self.clock: Clock = {}
+        self.gpu, self.stream = _OTHER_GPU, stream  # index of the current GPU, and the current stream
+        self.clock: Clock = {}  # the operations that have ended for the thread
         # New tensors of Python's numbers are copied from the host, which can be observed.
         torch._C._set_only_lift_cpu_tensors(True)
 
@@ -75,11 +69,7 @@ def observed_threads(job: Job) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(threading.Thread, "run", run_observed))
-        for name, change in {
-            "set_result": completes,
-            "set_exception": completes,
-            "result": receives,
-            "exception": receives,
-        }.items():
-            stack.enter_context(patch.object(Future, name, change(getattr(Future, name))))
+        for change, names in ((completes, ("set_result", "set_exception")), (receives, ("result", "exception"))):
+            for name in names:
+                stack.enter_context(patch.object(Future, name, change(getattr(Future, name))))
         yield

@@ -17,11 +17,10 @@ from gpt4d.config import Config
 from gpt4d.data.sampler import Blend
 from gpt4d.model import registry
 from gpt4d.monitor import PendingMetrics
-from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers import experts
 from gpt4d.parallel.stage import Stage
 from gpt4d.plan import ParallelPlan
-from gpt4d.step import TrainStep, build_stage, connect_stages
+from gpt4d.step import TrainStep
 from gpt4d.task.diffusion import Diffusion
 from gpt4d.task.generation import continuations
 from gpt4d.task.image_generation import generated_images
@@ -30,6 +29,7 @@ from gpt4d.task.reading import ReadingTask
 from gpt4d.validation import validate
 from tests.simulated_gpu import waits
 from tests.simulated_gpu.job import GPU, Job, simulated_job
+from tests.support.stages import connected_stage
 
 STEPS = 2
 
@@ -87,26 +87,19 @@ class _Saver(saving.Saver):
 
 
 class Outcome(NamedTuple):
-    """The results of a job's rank.
-
-    Attributes:
-        problems: the problems.
-        overlaps: the collectives that overlap with the computation, as ``Job.overlaps``.
-        launched: number of launched graphs.
-        peak: maximum memory in bytes.
-    """
+    """The results of a job's rank."""
 
     problems: list[str]
-    overlaps: dict[str, int]
-    launched: int
-    peak: int
+    overlaps: dict[str, int]  # as Job.overlaps
+    launched: int  # number of launched graphs
+    peak: int  # maximum memory in bytes
 
 
 def train(config: Config, world_size: int, rank: int, steps: int = STEPS, cuda_graphs: bool = False) -> Outcome:
     """Train some steps as a rank of a job, evaluate, save, and draw a sample."""
     plan = validate(config, world_size)
     with simulated_job(world_size, rank, waits.STEP, waits.FIRST) as job, TemporaryDirectory() as directory:
-        stage = _stage(plan, rank)
+        stage = connected_stage(plan, torch.float32, ranks_per_host=4, device=GPU)
         job.compute_dtype = stage.weights.context.compute_dtype
         is_text = registry.of(config.model).task == "language_modeling"
         task = (RandomText if is_text else RandomImages)(plan.config)
@@ -132,18 +125,6 @@ def _equal_rows(read: Callable) -> Callable:
         return shares, shares
 
     return rows
-
-
-def _stage(plan: ParallelPlan, rank: int) -> Stage:
-    stage_plan = plan.stage_of(rank)
-    parallel = plan.config.parallel
-    grid = Grid(
-        stage_plan.sizes, GPU.type, stage_plan.ranks, context=parallel.context, expert_data=parallel.expert_data
-    )
-    stage = build_stage(plan.config, grid, GPU, plan=plan)
-    if len(plan.stages) > 1:
-        connect_stages(plan, stage, ranks_per_host=4)
-    return stage
 
 
 def _train(

@@ -1,7 +1,4 @@
-"""Stages of a pipeline on the pool of ranks, their steps in float64, random tokens for them, and events of runs."""
-
-import json
-from pathlib import Path
+"""Stages of a pipeline on the pool of ranks, their steps in float64, and random tokens for them."""
 
 import pytest
 import torch
@@ -21,6 +18,8 @@ from gpt4d.task import registry as tasks
 from gpt4d.validation import validate
 from tests.support.grids import fill_from_hf, to_hf
 
+_CPU = torch.device("cpu")
+
 
 def own_stage(
     config: Config, world_size: int, dtype: torch.dtype = torch.float64, ranks_per_host: int = 2
@@ -30,12 +29,11 @@ def own_stage(
     return plan, connected_stage(plan, dtype, ranks_per_host)
 
 
-def connected_stage(plan: ParallelPlan, dtype: torch.dtype = torch.float64, ranks_per_host: int = 2) -> Stage:
+def connected_stage(plan: ParallelPlan, dtype=torch.float64, ranks_per_host: int = 2, device=_CPU) -> Stage:
     """Return, on a rank, this rank's stage of a plan, connected to its neighbors."""
-    stage_plan = plan.stage_of(dist.get_rank())
-    parallel = plan.config.parallel
-    grid = Grid(stage_plan.sizes, "cpu", stage_plan.ranks, context=parallel.context, expert_data=parallel.expert_data)
-    stage = build_stage(plan.config, grid, torch.device("cpu"), dtype, plan=plan)
+    own, parallel = plan.stage_of(dist.get_rank()), plan.config.parallel
+    grid = Grid(own.sizes, device.type, own.ranks, context=parallel.context, expert_data=parallel.expert_data)
+    stage = build_stage(plan.config, grid, device, dtype, plan=plan)
     if len(plan.stages) > 1:
         connect_stages(plan, stage, ranks_per_host)
     return stage
@@ -119,12 +117,6 @@ def check_float64_step(answers, config: Config, loss: float, grads: dict[str, to
     """Compare what ``float64_step`` has returned on all ranks with the library's loss and gradients."""
     # A bias before a norm of one group per channel has no gradient but for rounding.
     check_step(answers, [loss, loss], grads, lambda wholes: to_hf(wholes, config.model), floor=1e-3)
-
-
-def run_events(run_dir: str | Path, name: str) -> list[dict]:
-    """Return the lines of an event in a run's metrics.jsonl."""
-    lines = map(json.loads, (Path(run_dir) / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line.get("event") == name]
 
 
 class RandomTokens:

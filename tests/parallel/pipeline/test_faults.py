@@ -6,18 +6,16 @@ import signal
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from gpt4d.parallel.pipeline.runtime import LOSS, StageRuntime
 from gpt4d.parallel.pipeline.schedule import Action
 from gpt4d.parallel.pipeline.stage_program import StageTransfer
 from gpt4d.parallel.resharding.transfer import Resharding
 from gpt4d.runtime import watchdog
-from gpt4d.trainer import Trainer
-from gpt4d.validation import validate
 from tests.support.faults import at_step, block, fail, kill, losses, shorten_timeouts, signal_itself
 from tests.support.grids import full, metric_lines, train_in_rank
 from tests.support.jobs import ended_job
+from tests.support.training import build_trainer
 
 PIPELINE = "parallel.pipeline."
 TWO = ("train.steps=6", PIPELINE + "stages=2", PIPELINE + "microbatches=4")
@@ -130,7 +128,7 @@ def test_a_signal_to_a_rank_of_one_stage_saves_all_stages(ranks, tiny, tmp_path,
 
 def train_with_a_nan(config):
     """On a rank: train with a loss of step 3 that is not a number. Return the weight of embedding and head."""
-    trainer = Trainer(validate(config, dist.get_world_size()), torch.device("cpu"))
+    trainer = build_trainer(config)
     compute = trainer.train_step.runtime.compute
 
     def broken(*arguments):

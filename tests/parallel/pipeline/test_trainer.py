@@ -6,19 +6,18 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from gpt4d.parallel.pipeline import trace
 from gpt4d.parallel.pipeline.simulation import Costs, Timeline, simulate
 from gpt4d.parallel.pipeline.stage_program import StageTransfer, orders_of
 from gpt4d.parallel.pipeline.trace import StageTrace, timeline
 from gpt4d.planner.stages import PipelineEstimate
-from gpt4d.trainer import Trainer
 from gpt4d.validation import validate
 from tests.support.faults import losses
 from tests.support.grids import bytes_sent, full, metric_lines, train_in_rank
-from tests.support.stages import run_events
+from tests.support.optim_serial import serial_fixture
+from tests.support.run_files import events
+from tests.support.training import build_trainer
 
 PIPELINE = "parallel.pipeline."
 TWO, SHARDED = PIPELINE + "stages=2", "optim.shard_states=true"
@@ -30,7 +29,7 @@ COMMON = (
 
 
 def run_in_rank(config):
-    trainer = Trainer(validate(config, dist.get_world_size()), torch.device("cpu"))
+    trainer = build_trainer(config)
     source = trainer.task.validation["held_out"].source
     reads_tokens = any(part.begins or part.ends for part in trainer.stage.parts.values())  # not in the middle
     with nullcontext() if reads_tokens else patch.object(type(source), "rows", None):
@@ -39,24 +38,12 @@ def run_in_rank(config):
 
 def values(config):
     """Return the losses of a run, its validation losses and its sample."""
-    (sample,) = run_events(config.run.dir, "sample")
-    validations = [line["loss"] for line in run_events(config.run.dir, "validation")]
+    (sample,) = events(config.run.dir, "sample")
+    validations = [line["loss"] for line in events(config.run.dir, "validation")]
     return [line["loss"] for line in metric_lines(config.run.dir)], validations, sample["text"]
 
 
-@pytest.fixture(scope="module")
-def made():
-    return []
-
-
-@pytest.fixture
-def serial(ranks, tiny, made, tmp_path):
-    """Return the report of the serial run, which runs once."""
-    if not made:
-        config = tiny(*COMMON, f"run.dir={tmp_path}/serial")
-        ranks.run(1, run_in_rank, config)
-        made.append(values(config))
-    return made[0]
+serial = serial_fixture(COMMON, run_in_rank, values)
 
 
 @pytest.mark.parametrize(
