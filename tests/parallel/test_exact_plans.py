@@ -31,6 +31,13 @@ PER_STEP = "cache_layers=all cache_scope=step "
 ONE_PER_STEP = "cache_layers=1 cache_scope=step replicated_layers=1 "
 UNET = "model.channels=16 model.image_size=16 model.multipliers=[1,2] model.head_size=4 model.attention_at=[8]"
 STAGES = "pipeline.stages=2 pipeline.schedule=1f1b pipeline.microbatches=4 "
+# A tied head over stages: the stream crosses on each stage's own grid, with split tokens split over x.
+TIED = (
+    "model.layers=4 model.hidden=24 model.heads=6 model.vocab_multiple=48 model.dropout=0.1 train.seq_len=12 "
+    "train.batch_size=8 "
+)
+TWO, GRIDS = "pipeline.stages=2 ", "pipeline.stages=2 pipeline.stage_grids="
+INTERLEAVED = "pipeline.schedule=interleaved_1f1b pipeline.chunks_per_stage=2"
 
 
 @pytest.mark.parametrize(
@@ -51,6 +58,20 @@ STAGES = "pipeline.stages=2 pipeline.schedule=1f1b pipeline.microbatches=4 "
         (4, "llama", DOCUMENTS, RECOMPUTED + "context=4 gz=2 context_exchange=ring"),
         (4, "moe", "", SPLIT_TOKENS + "gz=2 gx=2 chunks=2"),
         (4, "moe", "model.balance=bias model.balance_rate=0.05 ", RECOMPUTED + "gz=4 train.micro_batch_size=1"),
+        (6, "gpt", TIED, GRIDS + "[2x1x1x2,1x1x2x1] pipeline.schedule=eager_1f1b_w"),
+        (4, "gpt", TIED, "pipeline.stages=4 pipeline.schedule=zb_h1 chunks=2 pipeline.microbatches=4"),
+        (4, "gpt", TIED, PER_STEP + TWO + "gz=2 pipeline.schedule=1f1b"),
+        (5, "gpt", TIED, GRIDS + "[3x1x1x1,2x1x1x1] chunks=2 sequence_parallel=true"),
+        full(6, "gpt", TIED, SPLIT_TOKENS + RECOMPUTED + GRIDS + "[2x1x1x2,1x2x1x1] pipeline.schedule=zb_h1"),
+        full(2, "gpt", TIED, TWO),
+        full(8, "gpt", TIED, RECOMPUTED + TWO + "gx=2 gy=2"),
+        full(6, "gpt", TIED, GRIDS + "[1x1x2x1,1x2x1x2] optim.shard_states=true"),
+        full(4, "gpt", TIED, TWO + "gz=2 " + INTERLEAVED),
+        full(4, "gpt", TIED, SPLIT_TOKENS + GRIDS + "[2x1x1x1,1x1x2x1]"),
+        full(4, "gpt", TIED, RECOMPUTED + GRIDS + "[2x1x1x1,1x1x2x1]"),
+        full(5, "gpt", TIED, GRIDS + "[2x1x2x1,1x1x1x1] chunks=2"),
+        full(6, "gpt", TIED, SPLIT_TOKENS + RECOMPUTED + GRIDS + "[1x1x1x2,2x2x1x1] chunks=2"),
+        full(6, "gpt", TIED, SPLIT_TOKENS + GRIDS + "[2x1x2x1,2x1x1x1] chunks=2 pipeline.schedule=eager_1f1b_w"),
         full(8, "gpt", "", SPLIT_TOKENS + "gx=2 gy=4 chunks=2"),
         full(2, "gpt", DOCUMENTS, "context=2 chunks=2"),
         full(4, "llama", DOCUMENTS, "context=2 mode=atp d1=2 d2=1 chunks=2"),
@@ -63,6 +84,7 @@ def test_a_plan_trains_as_one_device(ranks, devices, model, shared, own):
     own = {key if key.startswith(("train.", "optim.")) else f"parallel.{key}": value for key, value in own.items()}
     result = check(ranks, Case(0, model, "plan", devices, shared, own))
     assert not result.rejection + result.problem
+    assert max(result.differences.values()) <= 1e-11
 
 
 def trained(config, world_size):

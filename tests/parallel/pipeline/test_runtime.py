@@ -18,23 +18,15 @@ from gpt4d.parallel.symbolic import tape
 from gpt4d.parallel.symbolic.stage import SymbolicGrid, SymbolicLayer, SymbolicWeights
 from gpt4d.parallel.symbolic.tensor import SymbolicTensor
 from gpt4d.plan import ParallelPlan
-from gpt4d.step import TrainStep, build_stage
+from gpt4d.step import build_stage
 from gpt4d.validation import validate
 from tests.parallel.counting_device import CountedOperations, CountingDevice
 from tests.seams.plain_toy import RECOMPUTED, PlainToy, check_against, configure
 from tests.support.grids import full, on_grid
-from tests.support.settings import configured
-from tests.support.stages import RandomTokens, connected_task, own_stage
+from tests.support.stages import connected_task, own_stage
 
 PIPELINE = "parallel.pipeline."
-SPLIT, CHUNKS = "parallel.sequence_parallel=true", "parallel.chunks=2"
-CACHED = "parallel.cache_layers=all", "parallel.cache_scope=step"
 INTERLEAVED = PIPELINE + "schedule=interleaved_1f1b", PIPELINE + "chunks_per_stage=2"
-
-
-def on(grids: str, *settings: str) -> tuple[str, ...]:
-    """Return the settings of two stages, with grids of their own if ``grids`` is not empty."""
-    return PIPELINE + "stages=2", *([PIPELINE + f"stage_grids=[{grids}]"] if grids else []), *settings
 
 
 def retained_by_a_step(config):
@@ -70,61 +62,8 @@ def retained_by_a_step(config):
 
 
 def test_a_step_retains_neither_what_it_has_sent_nor_used_batches(ranks):
-    config = configure(*on("", PIPELINE + "schedule=1f1b", PIPELINE + "microbatches=8"))
+    config = configure(PIPELINE + "stages=2", PIPELINE + "schedule=1f1b", PIPELINE + "microbatches=8")
     assert ranks.run(2, retained_by_a_step, config) == [(8, 0, 1)] * 2
-
-
-def losses_of_gpt(config, world_size):
-    """On a rank: losses and gradient norms of three steps of AdamW in float64, and the loss of an evaluation."""
-    plan, stage = own_stage(config, world_size)
-    data = RandomTokens(config, plan, stage)
-    step = TrainStep(stage, data.compute, config.optim)
-    units, numbers = config.train.batch_size * config.train.seq_len, []
-    for number in range(3):
-        result = step(data.batches(number), plan.microbatches, units, lr=1e-2)
-        numbers += [result.loss.item(), result.norm.item()]
-    step.reducer.wait_params()
-    numbers.append(step.evaluate(data.batches(9), plan.microbatches).item() / units)
-    if stage.exchange:
-        stage.exchange.close()
-    return numbers
-
-
-GPT = (
-    "model=gpt_tiny", "model.layers=4", "model.hidden=24", "model.heads=6", "model.vocab_size=258", "model.dropout=0.1",
-    "model.vocab_multiple=48", "model.max_positions=12", "train.seq_len=12", "train.batch_size=8",
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def serial_losses(ranks):
-    return ranks.run(1, losses_of_gpt, configured([*GPT]), 1)[0]
-
-
-@pytest.mark.parametrize(
-    ("world_size", "settings"),
-    [
-        (6, on("2x1x1x2,1x1x2x1", PIPELINE + "schedule=eager_1f1b_w")),
-        (4, (PIPELINE + "stages=4", PIPELINE + "schedule=zb_h1", CHUNKS, PIPELINE + "microbatches=4")),
-        (4, on("", "parallel.gz=2", PIPELINE + "schedule=1f1b", *CACHED)),
-        (5, on("3x1x1x1,2x1x1x1", SPLIT, CHUNKS)),
-        full(6, on("2x1x1x2,1x2x1x1", SPLIT, RECOMPUTED[0], PIPELINE + "schedule=zb_h1")),
-        full(2, on("")),
-        full(8, on("", "parallel.gx=2", "parallel.gy=2", RECOMPUTED[0])),
-        full(6, on("1x1x2x1,1x2x1x2", "optim.shard_states=true")),
-        full(4, on("", "parallel.gz=2", *INTERLEAVED)),
-        full(4, on("2x1x1x1,1x1x2x1", SPLIT)),
-        full(4, on("2x1x1x1,1x1x2x1", RECOMPUTED[0])),
-        full(5, on("2x1x2x1,1x1x1x1", CHUNKS)),
-        full(6, on("1x1x1x2,2x2x1x1", SPLIT, CHUNKS, RECOMPUTED[0])),
-        full(6, on("2x1x2x1,2x1x1x1", SPLIT, CHUNKS, PIPELINE + "schedule=eager_1f1b_w")),
-    ],
-    ids=str,
-)
-def test_training_a_gpt_with_a_tied_head_over_stages_equals_one_device(ranks, serial_losses, world_size, settings):
-    """Also with split tokens: the stream crosses with its tokens split over x, on each stage's own grid."""
-    for numbers in ranks.run(world_size, losses_of_gpt, configured([*GPT, *settings]), world_size):
-        assert numbers == pytest.approx(serial_losses, rel=1e-11)
 
 
 def configure_graph(*settings: str) -> Config:
