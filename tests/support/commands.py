@@ -1,10 +1,7 @@
-"""Commands of gpt4d as a user starts them: processes, torchrun, settings on a command line and messages of mistakes."""
+"""Commands of gpt4d as a user starts them: torchrun, settings on a command line and messages of mistakes."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 
 from gpt4d.config import Config, ConfigError, known_keys, value_of
@@ -13,28 +10,10 @@ from tests.support.environment import REPOSITORY
 TRAIN = str(REPOSITORY / "train.py")
 
 
-def command(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess:
-    """Run ``python ARGUMENTS`` in a session of its own, so that a timeout ends all processes that it has started."""
-    process = subprocess.Popen(
-        [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        raise
-    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
-
-
 def launcher(ranks: int) -> list[str]:
     """Return the arguments of Python that start train.py under torchrun."""
     options = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--nproc-per-node={ranks}"]
     return ["-m", "torch.distributed.run", *options, TRAIN]
-
-
-def torchrun(ranks: int, *arguments: str) -> subprocess.CompletedProcess:
-    """Run train.py under torchrun."""
-    return command(*launcher(ranks), *arguments)
 
 
 def overrides(config: Config) -> list[str]:

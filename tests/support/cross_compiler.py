@@ -23,25 +23,14 @@ from torch.utils._pytree import tree_map_only
 
 # What torch.compile asks about a device. An H100, and one of the two dies of an MI250X.
 _H100 = {
-    "name": "fake",
-    "major": 9,
-    "minor": 0,
-    "multi_processor_count": 132,
-    "regs_per_multiprocessor": 65_536,
-    "max_threads_per_multi_processor": 2048,
-    "max_threads_per_block": 1024,
-    "warp_size": 32,
-    "L2_cache_size": 50 << 20,
-    "shared_memory_per_block_optin": 227 << 10,
-}
+    "name": "fake", "major": 9, "minor": 0, "multi_processor_count": 132, "regs_per_multiprocessor": 65_536,
+    "max_threads_per_multi_processor": 2048, "max_threads_per_block": 1024, "warp_size": 32,
+    "L2_cache_size": 50 << 20, "shared_memory_per_block_optin": 227 << 10,
+}  # fmt: skip
 _MI250X = _H100 | {
-    "gcnArchName": "gfx90a",
-    "multi_processor_count": 110,
-    "regs_per_multiprocessor": 131_072,
-    "warp_size": 64,
-    "L2_cache_size": 8 << 20,
-    "shared_memory_per_block_optin": 64 << 10,
-}
+    "gcnArchName": "gfx90a", "multi_processor_count": 110, "regs_per_multiprocessor": 131_072, "warp_size": 64,
+    "L2_cache_size": 8 << 20, "shared_memory_per_block_optin": 64 << 10,
+}  # fmt: skip
 TARGETS = {"sm_90": ("cuda", 90, _H100), "gfx90a": ("hip", "gfx90a", _MI250X)}
 _RESOURCES = {
     "ptx": (r"Used (\d+) registers", r"(\d+) bytes spill"),
@@ -63,10 +52,7 @@ class _Generated(Exception):
 
 
 def set_up(directory: Path, target: str, interprets: bool = False) -> None:
-    """Make this process compile for a target, or interpret the kernels for it if ``interprets``.
-
-    ``directory`` is for generated code.
-    """
+    """Make this process compile for a target, or interpret its kernels. ``directory`` is for generated code."""
     os.environ["TRITON_INTERPRET"] = str(int(interprets))
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         os.environ[name] = str(directory / name)
@@ -74,17 +60,10 @@ def set_up(directory: Path, target: str, interprets: bool = False) -> None:
     properties = SimpleNamespace(**values)
     torch.version.hip = "6.4" if backend == "hip" else None  # type: ignore[assignment]
     replaced: dict[str, Any] = {
-        "is_available": True,
-        "device_count": 1,
-        "current_device": 0,
-        "get_device_properties": properties,
-        "get_device_capability": (properties.major, properties.minor),
-        "is_bf16_supported": True,
-        "get_rng_state": torch.zeros(()),
-        "set_rng_state": None,
-        "_exchange_device": 0,
-        "_maybe_exchange_device": 0,
-    }
+        "is_available": True, "device_count": 1, "current_device": 0, "get_device_properties": properties,
+        "get_device_capability": (properties.major, properties.minor), "is_bf16_supported": True,
+        "get_rng_state": torch.zeros(()), "set_rng_state": None, "_exchange_device": 0, "_maybe_exchange_device": 0,
+    }  # fmt: skip
     for name, result in replaced.items():
         setattr(torch.cuda, name, lambda *_, result=result, **__: result)
 
@@ -175,14 +154,10 @@ def generated(function: Callable, args: tuple, **options: Any) -> str:
 
 def kernels(function: Callable, args: tuple, **options: Any) -> list[KernelCode]:
     """Return the kernels of ``function``, each with all its configurations, compiled for the target."""
-    sources = re.findall(
-        r"async_compile\.triton\('(\w+)', '''(.*?)'''", generated(function, args, **options), re.DOTALL
-    )
-    return [
-        _compiled(name, kernel, configuration)
-        for name, kernel in ((name, _load(name, source)) for name, source in sources)
-        for configuration in kernel.configs
-    ]
+    code = generated(function, args, **options)
+    sources = re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", code, re.DOTALL)
+    loaded = [(name, _load(name, source)) for name, source in sources]
+    return [_compiled(name, kernel, each) for name, kernel in loaded for each in kernel.configs]
 
 
 def _compiled(name: str, kernel: Any, configuration: Any) -> KernelCode:
@@ -240,12 +215,11 @@ class _Module:
 
 def _fakes(args: tuple) -> list:
     """Return fake CUDA tensors with the shapes and strides of tensors."""
-    return [
-        torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda:0")
-        if isinstance(value, torch.Tensor)
-        else value
-        for value in args
-    ]
+
+    def fake(value: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda:0")
+
+    return [fake(value) if isinstance(value, torch.Tensor) else value for value in args]
 
 
 def _in_place_of_modules(function: Callable) -> Any:

@@ -96,18 +96,12 @@ class Stream:
 
 
 class Device(TorchDispatchMode):
-    """Records the operations of captures.
-
-    Attributes:
-        graph: the graph that is captured now.
-        captures: number of captured graphs.
-        launches: number of launched graphs.
-    """
+    """Records the operations of captures."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.graph: Graph | None = None
-        self.captures = self.launches = 0
+        self.graph: Graph | None = None  # the graph that is captured now
+        self.captures = self.launches = 0  # numbers of graphs
         self._observes = True
         self._memory: weakref.WeakKeyDictionary[torch.UntypedStorage, torch.Tensor] = weakref.WeakKeyDictionary()
         self._dead: list[torch.Tensor] = []
@@ -130,11 +124,10 @@ class Device(TorchDispatchMode):
             number = args[0].clone()
             result = number.clone()
             return self._record(lambda: number, result, [result])
-        written = [
-            value
-            for argument, value in _arguments(func, args, kwargs)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
+        written = []
+        for index, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written.append(args[index] if index < len(args) else kwargs.get(argument.name))
         self._save(_tensors(written))
         arguments = tree_map(self._operand, (args, kwargs))
         result = func(*args, **kwargs)
@@ -201,17 +194,12 @@ class Device(TorchDispatchMode):
                 self.graph.before[storage] = _bytes(storage).clone()
 
 
-def _arguments(func, args: tuple, kwargs: dict) -> Iterator[tuple[Any, Any]]:
-    for index, argument in enumerate(func._schema.arguments):
-        yield argument, args[index] if index < len(args) else kwargs.get(argument.name)
+def _is_operand(value: object) -> bool:
+    return isinstance(value, Operand)
 
 
 def _call(func, arguments: tuple[tuple, dict]) -> Any:
-    args, kwargs = tree_map(
-        lambda value: value.tensor() if isinstance(value, Operand) else value,
-        arguments,
-        is_leaf=lambda value: isinstance(value, Operand),
-    )
+    args, kwargs = tree_map(lambda x: x.tensor() if _is_operand(x) else x, arguments, is_leaf=_is_operand)
     return func(*args, **kwargs)
 
 

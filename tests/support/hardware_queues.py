@@ -18,18 +18,11 @@ COMPUTE, NORMAL, HIGH = "compute", "normal", "high"
 
 
 class Stream(NamedTuple):
-    """A stream of a rank.
+    """A stream of a rank."""
 
-    Attributes:
-        name: the stream's purpose.
-        pool: ``COMPUTE`` for the stream of the computation. torch takes all other streams from a pool for each
-            priority.
-        index: the stream's index in the pool.
-    """
-
-    name: str
-    pool: str
-    index: int
+    name: str  # the stream's purpose
+    pool: str  # COMPUTE for the stream of the computation; torch takes all other streams from a pool for each priority
+    index: int  # in the pool
 
 
 class Record(NamedTuple):
@@ -115,12 +108,7 @@ class Deadlock(Exception):
 
 
 class Replay:
-    """A job whose hosts have queued all operations.
-
-    Args:
-        ranks: the operations of each rank, in the order in which the host queues them.
-        queue_of: returns the hardware queue of each stream.
-    """
+    """A job whose hosts have queued all operations: ``ranks`` has those of each rank, in the order of its host."""
 
     def __init__(self, ranks: Sequence[Sequence[Operation]], queue_of: QueueOf):
         self._queues: defaultdict[_Queue, list[Operation]] = defaultdict(list)
@@ -190,5 +178,4 @@ class Replay:
             queue = later.get(awaited)
         if queue is None:
             return Deadlock([*chain.values()], awaited)
-        first = list(chain).index(queue)
-        return Deadlock([*chain.values()][first:])
+        return Deadlock([*chain.values()][list(chain).index(queue) :])

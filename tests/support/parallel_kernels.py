@@ -34,16 +34,16 @@ Examples = list[tuple[Kernel, tuple]]
 class Sizes(NamedTuple):
     """Sizes of the arguments: of tokens, and of images."""
 
-    rows: int
-    features: int
-    heads: int
-    images: int
-    side: int
-    channels: int
-    groups: int
+    rows: int = 2048
+    features: int = 512
+    heads: int = 8
+    images: int = 8
+    side: int = 16
+    channels: int = 64
+    groups: int = 16
 
 
-SIZES = Sizes(2048, 512, 8, images=8, side=16, channels=64, groups=16)  # statistics and parameters do not count
+SIZES = Sizes()  # statistics and parameters do not count
 ROWS, FEATURES = SIZES[:2]
 
 
@@ -73,19 +73,16 @@ def fused_examples(dtype: torch.dtype, sizes: Sizes = SIZES) -> Examples:
     x_heads = torch.randn(1, rows, num_heads, features // num_heads).to(dtype)
     cos, sin = torch.randn(2, 1, rows, 1, features // num_heads)
     found: Examples = []
-    for added in (None, branch):
+    for added, d_added in ((None, None), (branch, d_stream)):
         found += [
             (norm.layer_norm, (x, added, weight, bias, 1e-5)),
             (norm.mean_and_variance, (x, added)),
             (norm.rms_norm, (x, added, weight, 1e-5)),
             (norm.sum_of_squares, (x, added)),
-        ]
-    for added in (None, d_stream):
-        found += [
-            (norm.layer_norm_gradients, (d_out, added, x, weight, bias, mean, rstd)),
-            (norm.split_layer_norm_gradients, (d_out, added, x, mean, rstd, weight, sums)),
-            (norm.rms_norm_gradients, (d_out, added, x, rstd, weight)),
-            (norm.split_rms_norm_gradients, (d_out, added, x, rstd, weight, sums[0])),
+            (norm.layer_norm_gradients, (d_out, d_added, x, weight, bias, mean, rstd)),
+            (norm.split_layer_norm_gradients, (d_out, d_added, x, mean, rstd, weight, sums)),
+            (norm.rms_norm_gradients, (d_out, d_added, x, rstd, weight)),
+            (norm.split_rms_norm_gradients, (d_out, d_added, x, rstd, weight, sums[0])),
         ]
     return [
         *found,

@@ -26,6 +26,7 @@ from gpt4d.parallel.resharding import messages
 from gpt4d.plan import ParallelPlan
 from gpt4d.step import TrainStep, build_stage, connect_stages
 from tests.support.hardware_queues import COMPUTE, HIGH, NORMAL, Exchange, Meeting, Operation, Record, Stream, Wait
+from tests.support.stages import RandomTokens
 
 _META = torch.device("meta")
 _CHUNK_BYTES = 2048  # even small tensors are sent in several rounds
@@ -43,7 +44,7 @@ def queued_operations(plan: ParallelPlan, rank: int) -> list[Operation]:
             connect_stages(plan, stage, ranks_per_host=2)
         batch = stage.module.spec.planned_batch(_empty, plan.micro_batch_size(own), plan.config.train.seq_len)
         batches = [batch] * plan.microbatches
-        step = TrainStep(stage, _compute, plan.config.optim)
+        step = TrainStep(stage, RandomTokens.compute, plan.config.optim)
         step(batches, plan.microbatches, units=1, lr=1e-3)
         step.evaluate(batches, plan.microbatches)
         step(batches, plan.microbatches, units=1, lr=1e-3)
@@ -53,10 +54,6 @@ def queued_operations(plan: ParallelPlan, rank: int) -> list[Operation]:
 
 def _empty(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
     return torch.empty(shape, dtype=getattr(torch, dtype), device=_META)
-
-
-def _compute(module: Any, part: Any, batch: Any, received: Any) -> Any:
-    return module.compute(part, received, *batch)
 
 
 class _Recorder:
@@ -166,9 +163,8 @@ def _recording(plan: ParallelPlan, rank: int) -> Iterator[_Recorder]:
         recorder.collective = collective.name
         return track_wait(stats, collective)
 
-    def on(kind: str) -> Any:
-        return partial(recorder.collective_on, kind)
-
+    kinds = "all_reduce", "all_gather", "reduce_scatter"
+    reduce, gather, scatter = (partial(recorder.collective_on, kind) for kind in kinds)
     streams = {
         "Stream": lambda device=None: _Stream(recorder, NORMAL),
         "Event": partial(_Event, recorder),
@@ -182,8 +178,8 @@ def _recording(plan: ParallelPlan, rank: int) -> Iterator[_Recorder]:
         stack.callback(dist.destroy_process_group)
         for context in (
             patch.multiple(torch.cuda, **streams),
-            patch.multiple(dist, all_reduce=on("all_reduce"), batch_isend_irecv=recorder.messages),
-            patch.multiple(process_group, all_gather=on("all_gather"), reduce_scatter=on("reduce_scatter")),
+            patch.multiple(dist, all_reduce=reduce, batch_isend_irecv=recorder.messages),
+            patch.multiple(process_group, all_gather=gather, reduce_scatter=scatter),
             patch.object(CommStats, "track_wait", note),
             patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None),
             patch.dict(messages.MIN_CHUNK_BYTES, {_META.type: _CHUNK_BYTES}),
