@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from gpt4d.config import ConfigError
 from gpt4d.parallel import routers
 from gpt4d.parallel.layers.routing import Scoring, routing_statistics
 from gpt4d.step import TrainStep
 from gpt4d.validation import validate
+from tests.support.commands import wrong_messages
 from tests.support.grids import full, metric_lines, train_in_rank
 from tests.support.stages import RandomTokens, own_stage
 
@@ -100,14 +100,11 @@ def test_the_summary_has_the_imbalance_of_experts_and_of_ranks():
 
 
 MISTAKES = [
-    (4, ["model.experts=6", "parallel.gz=4"], "parallel.gz=4: does not divide model.experts=6; use one of 1, 2, 3, 6"),
-    (1, ["model.experts_per_token=9"], "model.experts_per_token=9: more than model.experts=8; lower it"),
-    (1, ["train.cuda_graphs=true", "cluster=perlmutter"], "other numbers of tokens in each batch; leave it out"),
+    (4, "model.experts=6 parallel.gz=4", "parallel.gz=4: does not divide model.experts=6; use one of 1, 2, 3, 6"),
+    (1, "model.experts_per_token=9", "model.experts_per_token=9: more than model.experts=8; lower it"),
+    (1, "train.cuda_graphs=true cluster=perlmutter", "other numbers of tokens in each batch; leave it out"),
 ]
 
 
-@pytest.mark.parametrize(("devices", "words", "message"), MISTAKES)
-def test_impossible_mixtures_are_rejected_in_one_line(tiny, words, devices, message):
-    with pytest.raises(ConfigError) as error:
-        validate(tiny("model=moe_tiny", *words), devices)
-    assert message in str(error.value) and "\n" not in str(error.value)
+def test_impossible_mixtures_are_rejected_in_one_line(tiny):
+    assert not wrong_messages(MISTAKES, lambda n, words: validate(tiny("model=moe_tiny", *words.split()), n))

@@ -10,9 +10,7 @@ from gpt4d.config import Config, GridSizes
 from gpt4d.model import registry
 from gpt4d.model.edges import edges, plain
 from gpt4d.parallel.context import Context
-from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.pipeline.runtime import StageRuntime
 from gpt4d.parallel.resharding.transfer import ReshardingInFlight
 from gpt4d.parallel.symbolic import tape
 from gpt4d.parallel.symbolic.stage import SymbolicGrid, SymbolicLayer, SymbolicWeights
@@ -23,6 +21,7 @@ from gpt4d.validation import validate
 from tests.parallel.counting_device import CountedOperations, CountingDevice
 from tests.seams.plain_toy import RECOMPUTED, PlainToy, check_against, configure
 from tests.support.grids import full, on_grid
+from tests.support.parallel_runs import runtime_of
 from tests.support.stages import connected_task, own_stage
 
 PIPELINE = "parallel.pipeline."
@@ -54,7 +53,7 @@ def retained_by_a_step(config):
         retained.append((completed, sum(batch() is not None for batch in batches)))
         return task.compute(*arguments)
 
-    runtime = StageRuntime(stage, GradientReducer(stage.weights, dict(stage.module.named_parameters())), compute)
+    runtime = runtime_of(stage, compute)
     with patch.object(ReshardingInFlight, "__init__", record_send):
         runtime.forward_backward(yield_batches(), plan.microbatches, 1.0)
     stage.exchange.close()

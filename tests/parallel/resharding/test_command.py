@@ -8,9 +8,9 @@ from unittest.mock import patch
 import pytest
 from matplotlib.figure import Figure
 
-from gpt4d.config import ConfigError
 from gpt4d.parallel.resharding import __main__ as command
 from gpt4d.parallel.resharding.__main__ import main
+from tests.support.commands import wrong_messages
 
 ARGUMENTS = ["src=RS0R", "src_mesh=2x4", "dst=S0RR", "dst_mesh=2x4", "shape=1024,1024,512"]
 
@@ -80,38 +80,32 @@ def test_options_reach_the_plan():
     assert planned.call_args.kwargs == {"strategy": "send_recv", "order": "greedy", "seed": 3, "effort": 2}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (changed(src="S0"), "src=S0: 1 dim(s), but shape=1024,1024,512 has 3; use one R or S per dim"),
-        (changed(dst="S2RR"), "dst=S2RR: dst_mesh=2x4 has no axis 2; use 0, 1"),
-        (changed(dst="SRR"), "dst=SRR: not a layout; use R or S with mesh axes"),
-        (changed(src_mesh="2,4"), "src_mesh=2,4: use integers"),
-        (changed(src_mesh="0x4"), "src_mesh=0x4: use integers of at least 1"),
-        (changed(shape="10x10"), "shape=10x10: use integers"),
-        ([*ARGUMENTS, "dst_hosts=0,1"], "dst_hosts=0,1: 2 hosts, but dst_mesh has 8 devices"),
-        ([*ARGUMENTS, "strategy=multicast"], "strategy=multicast: use one of broadcast, send_recv"),
-        ([*ARGUMENTS, "order=best"], "order=best: use one of ensemble, naive"),
-        ([*ARGUMENTS, "format=yaml"], "format=yaml: use one of table, json"),
-        (changed(src_mesh="300x300"), "src_mesh=300x300: use at most 10 axes (0 to 9) and 4096 devices"),
-        (
-            changed(src="S01RR", src_mesh="64x64", dst="RS01R", dst_mesh="64x64"),
-            "src=S01RR dst=RS01R: 1048576 common tiles on these meshes; use smaller meshes",
-        ),
-        (changed(shape="9" * 5000), "shape=999"),
-        ([*ARGUMENTS, "plot=."], "plot=.: not a format of plots; use the name of a .png"),
-        ([*ARGUMENTS, "effort=0"], "effort=0: use a value of at least 1"),
-        ([*ARGUMENTS, "plot=gantt"], "plot=gantt: not a format of plots; use the name of a .png"),
-        ([*ARGUMENTS, "plot=nowhere/gantt.png"], "plot=nowhere/gantt.png: no directory nowhere; create it"),
-        ([*ARGUMENTS, "sources=1"], "sources: there is no such key"),
-        (ARGUMENTS[1:], "src=… is missing"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_errors_name_key_value_and_remedy(arguments, message):
-    with pytest.raises(ConfigError) as error:
-        main(arguments)
-    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+MISTAKES = [
+    (changed(src="S0"), "^src=S0: 1 dim(s), but shape=1024,1024,512 has 3; use one R or S per dim"),
+    (changed(dst="S2RR"), "^dst=S2RR: dst_mesh=2x4 has no axis 2; use 0, 1"),
+    (changed(dst="SRR"), "^dst=SRR: not a layout; use R or S with mesh axes"),
+    (changed(src_mesh="2,4"), "^src_mesh=2,4: use integers"),
+    (changed(src_mesh="0x4"), "^src_mesh=0x4: use integers of at least 1"),
+    (changed(shape="10x10"), "^shape=10x10: use integers"),
+    ([*ARGUMENTS, "dst_hosts=0,1"], "^dst_hosts=0,1: 2 hosts, but dst_mesh has 8 devices"),
+    ([*ARGUMENTS, "strategy=multicast"], "^strategy=multicast: use one of broadcast, send_recv"),
+    ([*ARGUMENTS, "order=best"], "^order=best: use one of ensemble, naive"),
+    ([*ARGUMENTS, "format=yaml"], "^format=yaml: use one of table, json"),
+    (changed(src_mesh="300x300"), "^src_mesh=300x300: use at most 10 axes (0 to 9) and 4096 devices"),
+    (changed(src="S01RR", src_mesh="64x64", dst="RS01R", dst_mesh="64x64"),
+     "^src=S01RR dst=RS01R: 1048576 common tiles on these meshes; use smaller meshes"),
+    (changed(shape="9" * 5000), "^shape=999"),
+    ([*ARGUMENTS, "plot=."], "^plot=.: not a format of plots; use the name of a .png"),
+    ([*ARGUMENTS, "effort=0"], "^effort=0: use a value of at least 1"),
+    ([*ARGUMENTS, "plot=gantt"], "^plot=gantt: not a format of plots; use the name of a .png"),
+    ([*ARGUMENTS, "plot=nowhere/gantt.png"], "^plot=nowhere/gantt.png: no directory nowhere; create it"),
+    ([*ARGUMENTS, "sources=1"], "^sources: there is no such key"),
+    (ARGUMENTS[1:], "^src=… is missing"),
+]  # fmt: skip
+
+
+def test_errors_name_key_value_and_remedy():
+    assert not wrong_messages(MISTAKES, main)
 
 
 TWICE = """
