@@ -10,8 +10,7 @@ from benchmarks.laboratory.virtual_operations import Operations, has_kernel, ten
 class CountingDevice:
     """A device of symbolic tensors that counts FLOPs, moved bytes and the memory in use.
 
-    Attributes:
-        events: collectives, waits for them, and the FLOPs of attention, in their order.
+    ``events``: collectives, waits for them, and the FLOPs of attention, in their order.
     """
 
     compiled, is_cpu, records, recomputation, imbalance = True, False, True, None, 1.0
@@ -32,8 +31,7 @@ class CountingDevice:
     def release(self, nbytes):
         self.held -= nbytes
 
-    def scratch(self, nbytes):
-        pass
+    def scratch(self, nbytes): ...
 
     def start(self, kind, axis, nbytes):
         self.events.append((kind, axis, nbytes))

@@ -7,6 +7,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from examples import atp_mlp
 from gpt4d.parallel.atp import ATPLinear, gather_features, init_mesh, split_features
 
 COLUMN_FIRST, ROW_FIRST = [Shard(1), Shard(0)], [Shard(0), Shard(1)]
@@ -44,12 +45,6 @@ def test_an_mlp_on_a_mesh_computes_what_nn_linear_does(ranks, shape, recompute):
         assert max(errors) <= 1e-13
 
 
-def train_example():
-    from examples.atp_mlp import train
-
-    return train(torch.device("cpu"))
-
-
 def test_the_example_trains_as_plain_torch_does(ranks):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
@@ -60,7 +55,7 @@ def test_the_example_trains_as_plain_torch_does(ranks):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert ranks.run(4, train_example) == [pytest.approx(loss.item(), rel=1e-4)] * 4
+    assert ranks.run(4, atp_mlp.train, torch.device("cpu")) == [pytest.approx(loss.item(), rel=1e-4)] * 4
 
 
 def parallel_copies():

@@ -31,18 +31,11 @@ SMALL_OPTIONS = {"triton.mix_order_reduction_non_strict_mode": True}
 FLOAT8 = "float8"
 # Number of GPU kernels that a function becomes, if there are several.
 KERNELS = {
-    "norm.split_layer_norm_gradients": 3,
-    "norm.split_rms_norm_gradients": 3,
-    "activations.gelu_gradients": 2,
-    "float8.scale": 2,
-    "group_norm.group_moments": 4,
-    "group_norm.normalized": 2,
-    "group_norm.group_norm": 5,
-    "group_norm.gradient_sums": 3,
-    "group_norm.split_group_norm_gradients": 3,
-    "group_norm.group_norm_gradients": 5,
+    "norm.split_layer_norm_gradients": 3, "norm.split_rms_norm_gradients": 3, "activations.gelu_gradients": 2,
+    "float8.scale": 2, "group_norm.group_moments": 4, "group_norm.normalized": 2, "group_norm.group_norm": 5,
+    "group_norm.gradient_sums": 3, "group_norm.split_group_norm_gradients": 3, "group_norm.group_norm_gradients": 5,
     "experts.weighted_swiglu_gradients": 2,
-}
+}  # fmt: skip
 
 
 @cache

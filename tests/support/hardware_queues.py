@@ -70,19 +70,6 @@ QueueOf = Callable[[Stream], Hashable]  # returns the hardware queue of a stream
 _Queue = tuple[int, Hashable]  # a rank and one of its hardware queues
 
 
-def single_queue(stream: Stream) -> Hashable:
-    """Return the queue of a GPU that has one. If it does not deadlock, no number of queues does.
-
-    Further queues only remove waits, because the host puts operations into all queues in one order.
-    """
-    return 0
-
-
-def separate_queues(stream: Stream) -> Hashable:
-    """Return a queue of its own for each stream."""
-    return stream
-
-
 class Blocked(NamedTuple):
     """The first operation of a hardware queue, which never ends."""
 
@@ -108,9 +95,13 @@ class Deadlock(Exception):
 
 
 class Replay:
-    """A job whose hosts have queued all operations: ``ranks`` has those of each rank, in the order of its host."""
+    """A job whose hosts have queued all operations: ``ranks`` has those of each rank, in the order of its host.
 
-    def __init__(self, ranks: Sequence[Sequence[Operation]], queue_of: QueueOf):
+    By default a GPU has one queue. If it does not deadlock, no number of queues does: further queues only remove waits,
+    because the host puts operations into all queues in one order.
+    """
+
+    def __init__(self, ranks: Sequence[Sequence[Operation]], queue_of: QueueOf = lambda stream: 0):
         self._queues: defaultdict[_Queue, list[Operation]] = defaultdict(list)
         for rank, operations in enumerate(ranks):
             queues = {operation.stream: queue_of(operation.stream) for operation in operations}

@@ -7,16 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt4d.config import ConfigError
-from gpt4d.parallel.layers import attention_kernels
-from gpt4d.parallel.layers.experts import (
-    experts_of_rows,
-    grouped_input_gradient,
-    grouped_linear,
-    grouped_weight_gradient,
-    in_expert_order,
-    selected_rows,
-    summed_rows,
-)
+from gpt4d.parallel.layers import attention_kernels, experts
 from gpt4d.parallel.layers.linear_kernels import matmul, product
 from gpt4d.parallel.symbolic import kernels
 
@@ -29,8 +20,8 @@ def activate(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(attention_kernels, "find_spec", lambda name: object())
-    activate, active = Mock(), []
-    activate.side_effect = active.append
+    active = []
+    activate = Mock(side_effect=active.append)
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
     monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: active[-1] if active else None)
     return activate
@@ -140,9 +131,9 @@ def test_products_are_those_of_each_experts_rows_alone(dtype):
     x, d_out = (torch.randn(9, *n, generator=generator).to(dtype) for n in ((6,), (2, 4)))
     master = torch.randn(4, 6, 2, 4, generator=generator, dtype=torch.promote_types(dtype, torch.float32))
     weight, before = master.to(dtype), torch.ones_like(master)
-    out, d_x = grouped_linear(x, weight, ROWS), grouped_input_gradient(d_out, weight, x, ROWS)
-    d_weight = grouped_weight_gradient(d_out, x, master, None, ROWS)
-    total = grouped_weight_gradient(d_out, x, master, before, ROWS)
+    out, d_x = experts.grouped_linear(x, weight, ROWS), experts.grouped_input_gradient(d_out, weight, x, ROWS)
+    d_weight = experts.grouped_weight_gradient(d_out, x, master, None, ROWS)
+    total = experts.grouped_weight_gradient(d_out, x, master, before, ROWS)
     assert total is before and torch.equal(total, d_weight + 1)
     bound = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
     for expert, (part, d_part, own, d_own) in enumerate(parts(x, d_out, out, d_x)):
@@ -153,17 +144,17 @@ def test_products_are_those_of_each_experts_rows_alone(dtype):
 
 
 def test_rows_are_sorted_by_expert_and_return_to_their_tokens():
-    experts = torch.tensor([[2, 0], [3, 2], [0, 3], [2, 3]])
-    order, place, rows = in_expert_order(experts, 4)
+    chosen = torch.tensor([[2, 0], [3, 2], [0, 3], [2, 3]])
+    order, place, rows = experts.in_expert_order(chosen, 4)
     assert rows.tolist() == [2, 0, 3, 3]
-    assert experts.flatten()[order].tolist() == [0, 0, 2, 2, 2, 3, 3, 3]
+    assert chosen.flatten()[order].tolist() == [0, 0, 2, 2, 2, 3, 3, 3]
     assert order.tolist() == [1, 4, 0, 3, 6, 2, 5, 7], "rows of one expert keep their order"
     x = torch.arange(4.0)[:, None].expand(4, 3)
-    selected = selected_rows(x, order, 2)
+    selected = experts.selected_rows(x, order, 2)
     assert selected[:, 0].tolist() == [0, 2, 0, 1, 3, 1, 2, 3]
-    assert torch.equal(summed_rows(selected, place, 2), 2 * x)
+    assert torch.equal(experts.summed_rows(selected, place, 2), 2 * x)
 
 
 def test_received_rows_have_the_experts_of_each_rank_in_order():
     rows_of_ranks = torch.tensor([1, 2, 0, 3])  # two ranks, two experts of this rank
-    assert experts_of_rows(rows_of_ranks, 2, 6).tolist() == [0, 1, 1, 1, 1, 1]
+    assert experts.experts_of_rows(rows_of_ranks, 2, 6).tolist() == [0, 1, 1, 1, 1, 1]

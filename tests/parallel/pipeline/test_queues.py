@@ -11,19 +11,7 @@ from gpt4d.parallel.pipeline.stage_program import SCHEDULES, StageTransfer
 from gpt4d.plan import ParallelPlan
 from gpt4d.validation import validate
 from tests.support.grids import full
-from tests.support.hardware_queues import (
-    HIGH,
-    Deadlock,
-    Exchange,
-    Meeting,
-    Operation,
-    Record,
-    Replay,
-    Stream,
-    Wait,
-    separate_queues,
-    single_queue,
-)
+from tests.support.hardware_queues import HIGH, Deadlock, Exchange, Meeting, Operation, Record, Replay, Stream, Wait
 from tests.support.queued_operations import queued_operations
 from tests.support.settings import configured
 
@@ -56,10 +44,8 @@ def plan_of(schedule: str, grids: str, settings: str = "") -> ParallelPlan:
     """Return a plan of a U-Net, or of a GPT whose last stage has a copy of the first stage's token embedding."""
     sizes, chunks = grids.split(), 2 if schedule == "interleaved_1f1b" else 1
     stages = len(sizes)
-    pipeline = {
-        "stages": stages, "stage_grids": f"[{','.join(sizes)}]", "schedule": schedule, "chunks_per_stage": chunks,
-        "microbatches": 2 * stages,
-    }  # fmt: skip
+    pipeline = {"stages": stages, "stage_grids": f"[{','.join(sizes)}]", "schedule": schedule}
+    pipeline |= {"chunks_per_stage": chunks, "microbatches": 2 * stages}
     model = settings if settings == UNET else f"{GPT} model.layers={stages * chunks} {settings}"
     values = [f"{PIPELINE}{key}={value}" for key, value in pipeline.items()]
     config = configured([f"train.batch_size={16 * stages}", *values, *model.split()])
@@ -76,7 +62,7 @@ def test_no_mapping_of_streams_to_hardware_queues_deadlocks(case):
     ranks = job(plan_of(*case))
     links = {operation.stream.name for operation in ranks[0] if isinstance(operation, Exchange)}
     assert {"NCCL world", "NCCL stage 0 to 1", "NCCL stage 1 to 0"} <= links
-    Replay(ranks, single_queue).run()  # which has all waits of other mappings
+    Replay(ranks).run()  # with a single queue, which has all waits of other mappings
 
 
 def test_a_transfer_in_another_order_than_on_its_peer_deadlocks_a_shared_queue():
@@ -90,9 +76,9 @@ def test_a_transfer_in_another_order_than_on_its_peer_deadlocks_a_shared_queue()
 
     with patch.object(ParallelPlan, "training_program", receive_first):
         ranks = job(plan)
-    Replay(ranks, separate_queues).run()
+    Replay(ranks, lambda stream: stream).run()
     with pytest.raises(Deadlock) as found:
-        Replay(ranks, single_queue).run()
+        Replay(ranks).run()
     assert sorted(map(str, found.value.cycle)) == [
         "rank 0, queue 0, stream NCCL stage 1 to 0: "
         "gradient of stream of microbatch 0, backward from stage 1 to stage 0, from 1",
@@ -113,7 +99,7 @@ def collective(stream: Stream, number: int = 0) -> Exchange:
     [
         pytest.param(
             [[collective(X), collective(Y)], [collective(Y), collective(X)]],
-            single_queue,
+            lambda stream: 0,
             {(0, collective(X)), (1, collective(Y))},
             id="collectives in different orders",
         ),
@@ -129,7 +115,7 @@ def collective(stream: Stream, number: int = 0) -> Exchange:
     ],
 )
 def test_operations_of_streams_that_share_a_queue_block_each_other(ranks, shared, cycle):
-    Replay(ranks, separate_queues).run()
+    Replay(ranks, lambda stream: stream).run()
     with pytest.raises(Deadlock) as found:
         Replay(ranks, shared).run()
     assert {(blocked.rank, blocked.operation) for blocked in found.value.cycle} == cycle
@@ -137,5 +123,5 @@ def test_operations_of_streams_that_share_a_queue_block_each_other(ranks, shared
 
 def test_a_collective_that_a_rank_does_not_start_is_reported():
     with pytest.raises(Deadlock, match="no rank queues") as found:
-        Replay([[collective(X)], []], single_queue).run()
+        Replay([[collective(X)], []]).run()
     assert [blocked.operation for blocked in found.value.cycle] == [collective(X)]

@@ -4,16 +4,8 @@ import random
 
 import pytest
 
-from gpt4d.parallel.engine.prefetch import (
-    BACKWARD,
-    FORWARD,
-    RECOMPUTATION,
-    LayerWeights,
-    WeightUse,
-    kept_after_use,
-    prefetch_plan,
-    weight_order,
-)
+from gpt4d.parallel.engine import prefetch
+from gpt4d.parallel.engine.prefetch import BACKWARD, FORWARD, RECOMPUTATION, LayerWeights, WeightUse, weight_order
 from gpt4d.parallel.pipeline.schedule import Action
 
 
@@ -56,8 +48,7 @@ def executed(actions: list[Action], layers: list[LayerWeights]) -> list[WeightUs
 def is_needed(order: list[WeightUse], position: int, cached: set[str]) -> bool:
     """Return whether the weight must stay after this use, by definition: a search through all other uses."""
     use, past, future = order[position], order[: position + 1], order[position + 1 :]
-    next_use = future[0] if future else None
-    if use.phase == FORWARD and next_use and next_use.weight == use.weight:
+    if use.phase == FORWARD and future and future[0].weight == use.weight:
         return True  # the use that follows at once
     if use.phase == RECOMPUTATION:
         return True  # the backward of the same microbatch follows
@@ -74,7 +65,7 @@ def test_weights_are_kept_as_long_as_a_microbatch_in_flight_needs_them(seed):
     assert order == executed(actions, layers)
     names = sorted({use.weight for use in order})
     cached = set(draw.sample(names, draw.randint(0, len(names))))
-    kept = kept_after_use(order, cached)
+    kept = prefetch.kept_after_use(order, cached)
     assert kept == [is_needed(order, position, cached) for position in range(len(order))]
 
 
@@ -89,7 +80,7 @@ def test_weights_are_gathered_ahead_up_to_the_next_forward(seed):
                 break
             expected.append(use.weight)
             previous = use
-        assert list(prefetch_plan(order, count)[position]) == expected
+        assert list(prefetch.prefetch_plan(order, count)[position]) == expected
 
 
 def test_while_whole_weights_are_used_only_as_many_more_are_gathered_ahead():
@@ -97,11 +88,11 @@ def test_while_whole_weights_are_used_only_as_many_more_are_gathered_ahead():
     blocks = [LayerWeights(tuple(f"{block}.{weight}" for weight in range(4))) for block in range(6)]
     order = weight_order([Action("F", 0)], {0: blocks})
     whole = {name for block in blocks[1::2] for name in block.forward}
-    ahead = prefetch_plan(order, 2, whole)
+    ahead = prefetch.prefetch_plan(order, 2, whole)
     assert ahead[0] == ("0.1", "0.2")
     assert ahead[2] == ("0.3", "2.0")
     assert ahead[3] == ("2.0", "2.1", "2.2", "2.3", "4.0", "4.1")  # behind the four uses of block 1
     assert ahead[7] == ("2.0", "2.1")
     assert ahead[19] == ()
-    assert all(names == () for names in prefetch_plan(order, 0, whole))
-    assert all(names == () for names in prefetch_plan(order, 2, {use.weight for use in order}))
+    for count, gathered in ((0, whole), (2, {use.weight for use in order})):
+        assert not any(prefetch.prefetch_plan(order, count, gathered))
