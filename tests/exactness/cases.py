@@ -26,23 +26,14 @@ Settings = dict[str, object]
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration on several ranks.
-
-    Attributes:
-        seed: the seed that draws it.
-        family: a key of FAMILIES.
-        plan: ``grid``, ``atp`` or ``stages``.
-        world_size: number of ranks.
-        shared: settings that the run on one device has too: model, data, optimizer and batch.
-        own: settings that must not change the result.
-    """
+    """A configuration on several ranks."""
 
     seed: int
-    family: str
-    plan: str
+    family: str  # a key of FAMILIES
+    plan: str  # grid, atp or stages
     world_size: int
-    shared: Settings
-    own: Settings
+    shared: Settings  # settings that the run on one device has too: model, data, optimizer and batch
+    own: Settings  # settings that must not change the result
 
     # Ranks receive the configurations with the case: composing takes longer than training.
     @cached_property

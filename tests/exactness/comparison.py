@@ -33,14 +33,10 @@ _REJECTION = re.compile(r"[^\s=]+=\S.*: .+; .+")  # key=value: problem; remedy
 
 
 class Outcome(NamedTuple):
-    """The results of a rank.
+    """The results of a rank."""
 
-    Attributes:
-        values: losses and norms of the steps, and the evaluation's loss: global values.
-        weights: for each parameter of this rank its shape in a checkpoint, the rank's slices, and the values.
-    """
-
-    values: dict[str, float]
+    values: dict[str, float]  # global losses and norms of the steps, and the evaluation's loss
+    # For each parameter of this rank its shape in a checkpoint, the rank's slices, and the values.
     weights: dict[str, tuple[tuple[int, ...], tuple[slice, ...], torch.Tensor]]
 
 

@@ -62,10 +62,7 @@ def _settings(item: pytest.Item) -> dict:
 
 
 def environment(device_type: str) -> dict[str, str]:
-    """Return the environment of a check: as pytest was started, or without GPUs.
-
-    All checks share the cache of compiled kernels that training runs also use.
-    """
+    """Return the environment of a check: as pytest was started, with the cache of training runs, or without GPUs."""
     variables = {name: value for name, value in os.environ.items() if name not in HIDDEN}
     if device_type == "cpu":
         # Tiny models: with several threads each, ranks wait for each other's threads.

@@ -20,10 +20,7 @@ _LIBRARY = re.compile(r"^.*\s(/\S*/lib[nr]ccl\.so\S*)$", re.MULTILINE)  # rccl: 
 
 
 def loaded_version(maps: Path = Path("/proc/self/maps")) -> tuple[int, ...]:
-    """Return the version of NCCL that this process uses. It may be newer than the version that torch was built with.
-
-    ``maps``: the file in which Linux lists the libraries of this process.
-    """
+    """Return the version of NCCL that this process (its ``maps``) has loaded, which may be newer than that of torch."""
     library = _LIBRARY.search(maps.read_text())
     if library is None:  # linked into torch
         return torch.cuda.nccl.version()

@@ -49,10 +49,7 @@ def _in_group(
 
 
 def run_processes(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Return the results of ``calls``, each called in a process of its own, at the same time.
-
-    Raises RuntimeError with all errors if one fails.
-    """
+    """Return the results of ``calls``, each in a process of its own. Raises RuntimeError with all errors."""
     fork = _fork_context()
     processes, waiting = [], dict[Connection, int]()
     for number, call in enumerate(calls):

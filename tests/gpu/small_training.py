@@ -73,10 +73,7 @@ class Answer(NamedTuple):
 
 
 def compare(check: Check, answers: Sequence[Mapping[str, Answer]]) -> str:
-    """Require the ranks' answers of ``train_on_grids`` to agree with one rank, and replicas to have equal bits.
-
-    Return a short text of the result.
-    """
+    """Require the ranks' answers to agree with one rank, and replicas to have equal bits. Return a short text."""
     reference = answers[0]["one rank"].values
     differences = check.values.setdefault("differences", {})
     cases = list(answers[-1])

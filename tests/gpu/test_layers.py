@@ -98,10 +98,7 @@ class Values:
         return torch.randint(vocabulary, shape, generator=self.generator).to(self.device)
 
     def tokens(self, with_documents: bool = False, shared: bool = False) -> TokenIndex:
-        """Return the tokens of a batch, perhaps with documents of different lengths in each sequence.
-
-        ``shared``: they are segments of sequences with twice as many tokens.
-        """
+        """Return the tokens of a batch, perhaps with documents. ``shared``: of sequences with twice as many tokens."""
         samples, context = torch.arange(self.sizes.batch, device=self.device), TwinRanks() if shared else None
         places = torch.arange(self.sizes.length * (context.size if context else 1), device=self.device)
         lengths = samples[:, None] + self.sizes.length // 3

@@ -196,10 +196,7 @@ def test_the_sanitizer_finds_no_race_of_two_streams(check: Check) -> None:
 
 
 def _sanitize(trainer: Trainer) -> Callable[[], bool]:
-    """Let a step raise an error at the first unsynchronized access.
-
-    Return a function whose result is true if the sanitizer finds a planted race of two streams.
-    """
+    """Let steps raise at an unsynchronized access. Return a function that says whether a planted race is found."""
     if trainer.device.type == "cpu":
         return lambda: False
     from torch.cuda._sanitizer import CUDASanitizerDispatchMode, CUDASanitizerErrors

@@ -142,10 +142,7 @@ def _measure(check: Check, overrides: list[str], micro_batch: int) -> dict[str, 
 
 
 def _observe(trainer: Trainer) -> Callable[[], dict[str, Any]]:
-    """Time the host's part of each step, and return a function of this time, memory and numbers of compiled functions.
-
-    The host's time can be as long as the step, because the host waits while the queue of launches is full.
-    """
+    """Time the host's part of each step. Return a function of this time, memory and numbers of compiled functions."""
     runs.never_save(trainer)
     step, seconds, graphs = trainer.step, list[float](), list[int]()
 

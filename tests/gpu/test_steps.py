@@ -94,10 +94,7 @@ def _check(check: Check, cases: Mapping[str, Case]) -> None:
 
 
 def _reject_synchronization(trainer: Trainer) -> Callable[[], tuple[int, int]]:
-    """Make the steps after the first ones, and the reading of their metrics, raise where they wait for the GPU.
-
-    Return a function of the number of compiled functions, and of those that were compiled after the first steps.
-    """
+    """Make later steps raise where they wait for the GPU. Return a function of the numbers of all and late graphs."""
     runs.never_save(trainer)
     if trainer.device.type == "cuda":
         with _error_mode():

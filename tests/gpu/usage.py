@@ -51,10 +51,7 @@ def reserved_gib(device: torch.device, peak: bool = False) -> float:
 
 
 def contexts(listed: str | None = None) -> Counter[str]:
-    """Return the number of processes with a context on each GPU, by the GPU's UUID.
-
-    It is empty if the driver does not report processes, as in some containers. ``listed``: output of nvidia-smi.
-    """
+    """Return the processes with a context on each GPU, by UUID; none if the driver, as in a container, reports none."""
     if listed is None:
         if not shutil.which(_QUERY[0]):
             return Counter()

@@ -8,15 +8,13 @@ from benchmarks.laboratory.virtual_operations import Operations, has_kernel, ten
 
 
 class CountingDevice:
-    """A device of symbolic tensors that counts FLOPs, moved bytes and the memory in use.
-
-    ``events``: collectives, waits for them, and the FLOPs of attention, in their order.
-    """
+    """A device of symbolic tensors that counts FLOPs, moved bytes and the memory in use."""
 
     compiled, is_cpu, records, recomputation, imbalance = True, False, True, None, 1.0
 
     def __init__(self):
-        self.plans, self.numbers, self.events = {}, itertools.count(), []
+        self.plans, self.numbers = {}, itertools.count()
+        self.events = []  # collectives, waits for them, and the FLOPs of attention, in their order
         self.flops = self.moved = self.held = self.peak = 0
 
     def compute(self, computation):

@@ -87,10 +87,7 @@ def test_outputs_and_gradients_equal_those_of_one_rank_and_bytes_are_counted(ran
 
 
 def planned(size: int, ring: bool, calls: int = 1) -> tuple[list, list, int]:
-    """Return the events of a forward and of a backward on symbolic tensors, and the peak memory of both.
-
-    The output of each call of attention is the queries of the next call.
-    """
+    """Return the events of a forward and of a backward on symbolic tensors, and the peak memory of both."""
     device, context = CountingDevice(), Context(Grid.single_device(), torch.float64, context_ring=ring)
     layer = Layer(AttentionSpec(HEADS), ShardedWeights(context, torch.float64))
     shapes = [(SEQUENCES, LENGTH, heads, SIZE) for heads in (HEADS, 2, 2)]
@@ -98,7 +95,7 @@ def planned(size: int, ring: bool, calls: int = 1) -> tuple[list, list, int]:
     ids, axis = SymbolicTensor(device, (SEQUENCES,), "int64"), Grid.single_device().axis(None)
     tokens = TokenIndex(ids, LENGTH, axis, context=SymbolicAxis(device, "context", size))
     out, *keys = leaves
-    for _ in range(calls):
+    for _ in range(calls):  # the output of each call is the queries of the next one
         out = run_alone(layer(out, *keys, tokens)).view(shapes[0])
     forward, device.events = device.events, []
     tape.backward([(out, out.like().new())])
@@ -119,10 +116,7 @@ def test_planned_shifts_start_before_the_attention_to_the_keys_that_a_rank_has()
 
 @pytest.mark.parametrize("ring", [False, True])
 def test_keys_are_in_flight_when_the_backward_of_an_attention_begins(ring):
-    """The backward of the next attention has started to receive them. So they overlap with the layers in between.
-
-    The gradients of keys are in flight during the products with own keys.
-    """
+    """The keys overlap with the layers in between, and the gradients of keys with the products with own keys."""
     _, events, _ = planned(2, ring, calls=3)
     kinds = [event if event == "wait" else event[0] if isinstance(event, tuple) else "work" for event in events]
     keys, gradients = ("shift", "shift") if ring else ("all_gather", "reduce_scatter")

@@ -1,7 +1,4 @@
-"""The recorded costs of kernels without torch.compile, and the shapes of the results of kernels.
-
-``python -m tests.parallel.test_eager_costs`` records the costs again.
-"""
+"""The costs of eager kernels, recorded by ``python -m tests.parallel.test_eager_costs``, and the shapes of results."""
 
 import json
 from types import ModuleType

@@ -1,7 +1,4 @@
-"""Each option of a plan trains as one device in float64, and replicas of a parameter have the same bits.
-
-tests/exactness has random combinations of most options.
-"""
+"""Each option of a plan trains as one device in float64; replicas have equal bits. tests/exactness: random plans."""
 
 from collections import defaultdict
 

@@ -96,10 +96,7 @@ def test_with_sharded_states_each_rank_of_data_has_its_rows(ranks, sizes):
 
 
 def triple_own_rows(sizes, precision):
-    """On a rank: comparisons of all parameters and of own rows with tripled values; bytes sent and bytes of the rows.
-
-    Parameters are compared in the compute dtype.
-    """
+    """On a rank: whether all rows (in the compute dtype) and own rows are tripled; bytes sent, and of rows."""
     grid = Grid(sizes)
     stage = build_tiny_stage(grid, dtype=torch.float32, precision=precision)
     parameters = dict(stage.module.named_parameters())

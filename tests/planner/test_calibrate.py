@@ -16,10 +16,7 @@ from tests.support.settings import configured
 
 
 def measure_in_rank(path):
-    """Return and write this rank's measurement, so short that its values are noise; tests check its form.
-
-    The second result is, for each axis that collectives ran along, the number of intervals that it holds.
-    """
+    """Write this rank's measurement, whose values are noise. Return it, and the intervals that each used axis holds."""
     grids = []
 
     class RecordedGrid(calibrate.Grid):

@@ -1,7 +1,4 @@
-"""Bandwidths of groups: the 4D paper's cases (Eq. 10, Fig. 5 and 6) and its equations, with results from the paper.
-
-The parts of collectives by hosts, on CPUs, are compared with the bytes that a run sends.
-"""
+"""Bandwidths of groups: the 4D paper's cases (Eq. 10, Fig. 5 and 6) and equations; on CPUs, the bytes of a run."""
 
 from dataclasses import replace
 

@@ -1,7 +1,4 @@
-"""A family and a task that gpt4d has never seen: trained, planned, saved on one grid and resumed on another.
-
-Gradients in float64 are compared in tests/parallel/pipeline/test_runtime.py.
-"""
+"""A family and a task that gpt4d has never seen: trained, planned, saved on one grid and resumed on another."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -203,10 +203,7 @@ def error_gradient(errors, d_loss):
 
 
 class SquaredErrorFunction(Function):
-    """``Σ (predicted - target)²`` over all features, which ``axis`` splits.
-
-    Every rank's loss is the global sum, so its derivative with respect to a rank's features needs no collective.
-    """
+    """``Σ (predicted - target)²`` over all features, which ``axis`` splits. Each rank's loss is the global sum."""
 
     @staticmethod
     def forward(ctx, predicted, targets, axis):

@@ -131,10 +131,7 @@ def simulated_job(
     first_waits: Collection[tuple[str, str]] = (),
     watchdog: Watchdog | None = None,
 ) -> Iterator[Job]:
-    """Make this process a rank of a job, which ``watchdog`` watches.
-
-    ``host_waits`` and ``first_waits``: as for ``Problems``.
-    """
+    """Make this process a rank of a job, which ``watchdog`` watches. Waits: as for ``Problems``."""
     job = Job(Problems(host_waits, first_waits))
     new_group = dist.new_group
 

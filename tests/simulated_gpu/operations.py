@@ -38,10 +38,7 @@ class HostReads(TorchFunctionMode):
 
 
 class Operations(TorchDispatchMode):
-    """Adds the operations of a thread to its current stream. Operations on host memory run as usual.
-
-    The host reads zeros and True from the GPU.
-    """
+    """Adds the operations of a thread to its current stream. The host reads zeros and True from the GPU."""
 
     def __init__(self, job: Job):
         super().__init__()

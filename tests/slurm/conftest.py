@@ -19,10 +19,7 @@ def cluster():
 
 
 def create_stand_in(parent: Path, *plan: str, name: str = "run") -> tuple[dict[str, str], Path]:
-    """Create a stand-in for train.py that follows ``plan`` (see stand_in.py).
-
-    Returns the environment variables that make the batch scripts use it, and its directory.
-    """
+    """Create a stand-in that follows ``plan`` (stand_in.py). Return the variables of scripts, and its directory."""
     directory = parent / name
     (directory / "bin").mkdir(parents=True)
     python = directory / "bin" / "python"

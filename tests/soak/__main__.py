@@ -44,19 +44,12 @@ class Soak:
 
 @dataclass
 class Run:
-    """A run that suffers faults.
+    """A run that suffers faults."""
 
-    Attributes:
-        name: the name of the plan, or ``elastic``.
-        directory: the run directory.
-        plan: the plan of the next start.
-        step: the step of the newest checkpoint.
-    """
-
-    name: str
+    name: str  # of the plan, or elastic
     directory: Path
-    plan: str
-    step: int = 0
+    plan: str  # of the next start
+    step: int = 0  # of the newest checkpoint
 
 
 @dataclass

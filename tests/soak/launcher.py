@@ -16,10 +16,7 @@ TIMEOUT_S = 120.0
 
 
 class TorchrunJob:
-    """Train on ``ranks`` ranks of torchrun. Their output is in ``<run.dir>.torchrun``.
-
-    ``mark``: an environment variable and its value, by which the ranks are found.
-    """
+    """Train under torchrun. The output is in ``<run.dir>.torchrun``. The variable ``mark`` finds the processes."""
 
     def __init__(self, overrides: Sequence[str], run_dir: Path, ranks: int, mark: Mapping[str, str]):
         self.mark = mark

@@ -43,10 +43,7 @@ def rows(*shape, seed=0):
 
 
 def check(weights, layer, ours, theirs, x):
-    """Compare the parameters' gradients of ``ours(x)`` with those of ``theirs(parameters, x)`` in float64.
-
-    Return outputs and gradients of x of both.
-    """
+    """Compare the parameters' gradients with those of float64. Return outputs and gradients of x of both."""
     parameters, wholes = filled(weights, layer)
     leaves = {name: whole.float().double().requires_grad_() for name, whole in wholes.items()}
     wide = x.double().requires_grad_()

@@ -29,10 +29,7 @@ INTERLEAVED = PIPELINE + "schedule=interleaved_1f1b", PIPELINE + "chunks_per_sta
 
 
 def retained_by_a_step(config):
-    """On a rank: the number of sends of a step, and the maximum numbers of retained objects when a forward starts.
-
-    The objects are tensors of completed sends, and batches.
-    """
+    """On a rank: the sends of a step, and how many sent tensors and batches a starting forward finds at most."""
     plan, stage = own_stage(config, world_size=2)
     task = connected_task(config, plan, stage)
     sent, batches, retained, create = [], [], [], ReshardingInFlight.__init__

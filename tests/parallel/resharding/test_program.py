@@ -19,10 +19,7 @@ _ELEMENT_BYTES = 128 * 1024  # elements so large that each is a chunk
 
 
 class SimulatedRank:
-    """A rank that finishes a round of its program only when the peers of all its messages have joined.
-
-    NCCL, the stricter backend, behaves like this: if no ranks wait in a cycle here, none do anywhere.
-    """
+    """A rank that, as with NCCL, ends a round of its program only when the peers of all its messages have joined."""
 
     def __init__(self, resharding_plan, rank, tensor):
         self.program = rank_program(resharding_plan, rank, _ELEMENT_BYTES)
