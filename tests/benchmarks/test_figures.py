@@ -1,12 +1,15 @@
 """The figures that benchmarks state follow from the rows of their contenders, and the values of runs."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from benchmarks import report
 from benchmarks.experiments import atp, moe_quality, muon, one_device, optimizers, overhead, stream
-from benchmarks.training import validations
+from benchmarks.training import train_together, validations
+from gpt4d.model.moe.model import active_llama
+from tests.support.settings import configured
 
 ANSWERS = [
     {"seconds": 3.0, "loss": 6.0, "exposed_s": {"x": 0.1, "z": 1.0}},
@@ -55,13 +58,10 @@ def test_ratio_compares_steps_of_the_same_repetition():
     assert overhead.ratio({"seconds": [1.1, 1.1, 3.3]}, {"seconds": [1.0, 1.0, 3.0]}) == pytest.approx(1.1)
 
 
-def test_the_planners_mesh_and_its_gain_over_the_first():
+def test_the_planners_mesh_and_its_gain_over_the_first_without_meshes_whose_runs_do_not_count():
     comparison = atp.compare(list(PREDICTED), "8x1", {"8x1": 12.0, "4x2": 10.0, "2x4": 8.0}, PREDICTED)
     assert (comparison["best"], comparison["chosen"], comparison["chosen_over_best"]) == ("2x4", "4x2", 1.25)
     assert comparison["gain"] == pytest.approx(0.5) and comparison["predicted_gain"] == pytest.approx(10 / 9 - 1)
-
-
-def test_a_mesh_without_a_run_that_counts_is_left_out():
     comparison = atp.compare(list(PREDICTED), "8x1", {"4x2": 10.0}, PREDICTED)
     assert comparison == {"best": "4x2", "chosen": "4x2", "chosen_over_best": 1.0}
     assert atp.compare(list(PREDICTED), "8x1", {}, PREDICTED) == {}
@@ -141,3 +141,22 @@ def test_streams_alternate_with_token_files_and_the_ratio_is_of_medians_without_
     assert [row["seconds"] for row in results["rows"]] == [[4.0, 5.0, 60.0], [2.0, 4.0, 4.0]]
     assert results["ratio"] == pytest.approx(4 / 5)
     assert "stream / token files: 0.800" in capsys.readouterr().out
+
+
+def test_the_dense_model_is_the_llama_of_the_experts_that_a_token_uses():
+    mixture, dense = (configured(moe_quality.MODELS[name]) for name in ("mixture", "dense"))
+    assert replace(active_llama(mixture.model), name=dense.model.name) == dense.model
+    assert (dense.train, dense.data, dense.optim) == (mixture.train, mixture.data, mixture.optim)
+
+
+def test_active_parameters_differ_by_the_routers_alone():
+    mixture, dense = moe_quality.sizes("mixture"), moe_quality.sizes("dense")
+    assert dense["parameters"] == dense["active_parameters"]
+    layers, hidden, experts = 2, 128, 8
+    assert mixture["active_parameters"] - dense["active_parameters"] == layers * hidden * experts
+
+
+@pytest.mark.slow
+def test_a_model_that_does_not_train_is_named(tmp_path):
+    with pytest.raises(RuntimeError, match=r"train.py failed: first, second$"):
+        train_together({tmp_path / name: ["train.steps=-1"] for name in ("first", "second")})

@@ -22,14 +22,11 @@ def test_rank_order_has_x_innermost():
     assert coordinates == expected
 
 
-def test_outer_axes_cut_first():
+def test_outer_axes_cut_first_and_of_uneven_parts_the_longer_ones_are_first():
     layout = Layout(("y", "z"), ("x",))
     sizes = {"x": 2, "y": 2, "z": 2, "data": 1}
     tile = layout.tile((8, 6), sizes, {"x": 1, "y": 1, "z": 0, "data": 0})
     assert tile == ((4, 6), (3, 6))
-
-
-def test_uneven_parts_differ_by_one_longer_first():
     parts = [Layout(("x",)).tile((10,), {"x": 3}, {"x": i})[0] for i in range(3)]
     assert parts == [(0, 4), (4, 7), (7, 10)]
 

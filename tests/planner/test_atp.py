@@ -29,12 +29,9 @@ def paper_cluster(name: str) -> ClusterConfig:
     return configured([f"cluster={name}"]).cluster
 
 
-def test_the_worked_example_of_figure_7():
+def test_the_worked_example_of_figure_7_and_all_reduces_by_equation_4():
     meshes = {AtpMesh(8, 2): (12.5, 200.0), AtpMesh(4, 4): (6.25, 600.0), AtpMesh(16, 1): (25.0, None)}
     assert {mesh: link_bandwidths(MATRIX_A, mesh) for mesh in meshes} == meshes
-
-
-def test_all_reduce_bandwidths_follow_equation_4():
     assert all_reduce_bandwidths(MATRIX_A, AtpMesh(8, 2)) == (pytest.approx(8 / 14 * 12.5), pytest.approx(200.0))
 
 
@@ -61,11 +58,8 @@ def test_at_8_fully_connected_devices_the_formula_prefers_atp_2():
     assert (atp_1 / unit, atp_2 / unit) == (pytest.approx(3.5), pytest.approx(3.25))
 
 
-def test_pairs_joined_by_pcie_use_atp_1():
+def test_pairs_joined_by_pcie_use_atp_1_and_pcie_alone_uses_atp_4_with_the_measured_bandwidths():
     assert best(paper_cluster("ic2"), 8) == (8, 1)
-
-
-def test_pcie_alone_uses_atp_4_with_the_measured_bandwidths():
     times = {mesh: seconds_of(paper_cluster("ic1"), mesh) for mesh in meshes(8)}
     assert min(times, key=times.get) == (2, 4)
     assert times[AtpMesh(2, 4)] / times[AtpMesh(8, 1)] == pytest.approx(1 - 0.46, abs=0.01)

@@ -29,8 +29,7 @@ from tests.simulated_gpu.memory import Memory
 from tests.simulated_gpu.operations import DEVICE, HostReads, Operations
 from tests.simulated_gpu.problems import Problems, call_site
 from tests.simulated_gpu.process_group import SimulatedGroup
-from tests.simulated_gpu.streams import Clock, Event, Stream, merge
-from tests.simulated_gpu.threads import ThreadState, is_of_autograd, observed_threads
+from tests.simulated_gpu.streams import Clock, Event, Stream, ThreadState, is_of_autograd, merge, observed_threads
 
 GPU = torch.device("privateuseone", 0)  # torch's name of DEVICE before set_up; 0 is the only index it supports
 
