@@ -266,10 +266,6 @@ def test_a_shift_takes_the_time_of_its_tensor(ranks, slot_bytes):
     assert ranks.run(3, shift_in_host, slot_bytes) == [pytest.approx(1, rel=1e-3)] * 3
 
 
-def all_reduce_functional(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
-    return functional.wait_tensor(functional.all_reduce(tensor, "sum", dist.group.WORLD))
-
-
 def all_reduce_without_a_visible_wait(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
     dist.all_reduce(tensor, async_op=True).get_future().wait()
     return tensor
@@ -278,7 +274,7 @@ def all_reduce_without_a_visible_wait(tensor: torch.Tensor, axis: Axis) -> torch
 ALL_REDUCES = (
     lambda tensor, axis: dist.all_reduce(tensor) or tensor,
     lambda tensor, axis: axis.all_reduce(tensor),
-    all_reduce_functional,
+    lambda tensor, axis: functional.wait_tensor(functional.all_reduce(tensor, "sum", dist.group.WORLD)),
     all_reduce_without_a_visible_wait,
 )
 

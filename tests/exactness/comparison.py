@@ -110,11 +110,7 @@ def train(plan: ParallelPlan, stage: Stage) -> Outcome:
 
 def _train_case(case: Case) -> tuple[Outcome, Outcome | None]:
     """On a rank: train a case and, on the first rank, the same configuration on one device."""
-    plan, stage = own_stage(case.config, case.world_size)
-    outcome = train(plan, stage)
-    if dist.get_rank():
-        return outcome, None
-    return outcome, _train_alone(case)
+    return train(*own_stage(case.config, case.world_size)), None if dist.get_rank() else _train_alone(case)
 
 
 def _train_alone(case: Case, rounded: bool = False) -> Outcome:

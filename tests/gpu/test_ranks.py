@@ -85,11 +85,12 @@ def test_eight_ranks_on_one_gpu_train_as_one_rank_does(check: Check) -> None:
 def test_ranks_train_and_reshard_and_name_a_hang_and_a_lost_rank(check: Check) -> None:
     gpus = 0
     if not check.rehearsal:
-        gpus, version = in_process(_describe)
+        gpus, version = in_process(lambda: (torch.cuda.device_count(), nccl.loaded_version()))
         if gpus == 1:
             nccl.require_shared_gpu(version)
     ranks = 4 if gpus >= 4 else 2
-    answers = run_processes(_job(ranks, gpus, partial(_train_and_reshard, _CASES[ranks])))
+    train = partial(train_on_grids, _CASES[ranks])
+    answers = run_processes(_job(ranks, gpus, lambda job: (train(job.device), _reshard(job.device))))
     check.require(all(resharded for _, resharded in answers), "a resharded tensor is not the one that was sent")
     figures = [f"{ranks} ranks", compare(check, [losses for losses, _ in answers])]
 
@@ -115,10 +116,6 @@ def test_ranks_train_and_reshard_and_name_a_hang_and_a_lost_rank(check: Check) -
     check.figure = "; ".join([*figures, "a hang and a lost rank are named"])
 
 
-def _describe() -> tuple[int, tuple[int, ...]]:
-    return torch.cuda.device_count(), nccl.loaded_version()
-
-
 def _job(
     ranks: int, gpus: int, member: Member, logs: Path | None = None, environment: Mapping[str, str] | None = None
 ) -> list[Callable[[], Any]]:
@@ -141,10 +138,6 @@ def _run_member(launch: Launch, gpus: int, member: Member, logs: Path | None, va
     device = torch.device("cuda", launch.rank % gpus) if gpus else torch.device("cpu")
     with process_group(launch, device) as job:
         return member(job)
-
-
-def _train_and_reshard(cases: list[GridCase], job: JobContext) -> tuple[dict[str, Answer], bool]:
-    return train_on_grids(cases, job.device), _reshard(job.device)
 
 
 class Usage(NamedTuple):

@@ -66,13 +66,9 @@ def _directory(check: Check, name: str) -> Path:
 
 def _check(check: Check, cases: Mapping[str, Case]) -> None:
     """Train each case on the device and, eager, on the CPU."""
-    common = [
-        f"train.steps={_WARM_UP + _STEPS}",
-        "train.batch_size=4",
-        "train.precision=bf16",
-        "optim.lr=1e-3",
-        "logging.every=100",  # a logged step needs its values at once; others are read a step later
-    ]
+    # A logged step needs its values at once. The values of other steps are read a step later.
+    common = [f"train.steps={_WARM_UP + _STEPS}", "train.batch_size=4", "train.precision=bf16", "optim.lr=1e-3"]
+    common.append("logging.every=100")
     largest = dict.fromkeys(_BOUNDS, 0.0)
     for name, case in cases.items():
         on_device, on_cpu = _directory(check, name), _directory(check, f"{name} on the CPU")

@@ -62,7 +62,9 @@ class Operations(TorchDispatchMode):
             return self._copy(func, args, kwargs)
         _check(self.job, func, args, tensors)
         if target is not None and not creates:  # such as empty_like(…, device="cpu")
-            return self._on_host(func, (_values(args[0]), *args[1:]), kwargs)
+            like = args[0]
+            zeros = torch.zeros(like.shape, dtype=like.dtype) if isinstance(like, FakeTensor) else like
+            return self._on_host(func, (zeros, *args[1:]), kwargs)
         return self._on_gpu(func, args, kwargs)
 
     def _on_host(self, func, args: tuple, kwargs: dict) -> Any:
@@ -147,11 +149,6 @@ def _check(job: Job, func, args: tuple, tensors: list[torch.Tensor]) -> None:
         report("mask", f"{func} has a mask, whose size the host waits for; use masked_fill_ or where")
 
 
-def _values(value: Any) -> Any:
-    """Return a tensor of zeros on the host in the place of a tensor on the GPU."""
-    return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, FakeTensor) else value
-
-
 def _tensors(values: object) -> list[torch.Tensor]:
     return list(tensors_in(values))
 
@@ -218,8 +215,7 @@ def _described(result: Any, operands: list[torch.Tensor]) -> _Known | None:
 
 def _operands(func, args: tuple, kwargs: dict) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the tensors that an operation reads, and the tensors that it writes to."""
-    read: list[torch.Tensor] = []
-    written: list[torch.Tensor] = []
+    read, written = list[torch.Tensor](), list[torch.Tensor]()
     for index, argument in enumerate(func._schema.arguments):
         value = args[index] if index < len(args) else kwargs.get(argument.name)
         into = written if argument.alias_info is not None and argument.alias_info.is_write else read

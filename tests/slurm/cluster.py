@@ -85,7 +85,8 @@ class SlurmCluster:
         wait_until(munge_socket.exists, "munged listens", self.logs)
         self._start_daemon("slurmctld", "-D", "-c")
         for name in self.names:
-            self.start_node(name)
+            (directory / "spool" / name).mkdir()
+            self._start_daemon("slurmd", "-D", "-N", name, label=name)
         wait_until(lambda: self.query("sinfo", "-h", "-N", "-p", "batch", "-o", "%t").split() == ["idle"] * NODES,
                    "all nodes are idle", self.logs)  # fmt: skip
 
@@ -151,10 +152,6 @@ class SlurmCluster:
         self.processes[label or name] = subprocess.Popen(
             command, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
-
-    def start_node(self, name: str) -> None:
-        (self.directory / "spool" / name).mkdir(exist_ok=True)
-        self._start_daemon("slurmd", "-D", "-N", name, label=name)
 
     def query(self, *command: str) -> str:
         """Return the output of a Slurm command, or "" if it fails because the controller is busy."""

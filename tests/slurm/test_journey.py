@@ -4,6 +4,7 @@ import json
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,13 @@ def losses_and_norms(run: Path) -> dict[int, tuple[float, float]]:
     return by_step
 
 
+def submit(cluster, log: Path, *arguments: str, options: Sequence[str] = ("--nodes=2",), script: str = "generic"):
+    """Submit a job. All nodes are on this host, because the node names of this Slurm cannot be resolved."""
+    environment = {"GPT4D_VENV": sys.prefix, "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    path = str(ROOT / f"scripts/slurm/{script}.sh")
+    return cluster.sbatch(*options, path, *arguments, log=log, environment=environment)
+
+
 def node_is_clear(cluster, node: str, run: Path) -> bool:
     """Return whether no rank of a run is left on this host, and Slurm is not ending a job on the node."""
     ranks = subprocess.run(["pgrep", "-f", f"train.py.*run.dir={run}"], capture_output=True).returncode == 0
@@ -84,14 +92,9 @@ def test_an_interrupted_run_has_the_losses_of_an_uninterrupted_one(cluster, rank
     # More steps than the run will take: the test ends it. The schedule does not depend on the number of steps.
     settings = tiny("train.steps=1000000", "optim.schedule_steps=300", "checkpoint.every=50", "checkpoint.keep=2")
     arguments = overrides(settings)
-    # All nodes are on this host: the node names of this Slurm cannot be resolved.
-    environment = {"GPT4D_VENV": sys.prefix, "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-    job = cluster.sbatch(
-        "--nodelist=node1,node2", "--nodes=2", "--time=60", str(ROOT / "scripts/slurm/generic.sh"),
-        *arguments, f"run.dir={run}", "parallel.gz=2", f"logging.sample_prompt={json.dumps(PROMPT)}",
-        "logging.sample_tokens=8",
-        log=tmp_path / "log", environment=environment,
-    )  # fmt: skip
+    more = f"run.dir={run}", "parallel.gz=2", f"logging.sample_prompt={json.dumps(PROMPT)}", "logging.sample_tokens=8"
+    options = "--nodelist=node1,node2", "--nodes=2", "--time=60"
+    job = submit(cluster, tmp_path / "log", *arguments, *more, options=options)
 
     def wait_for_training(start: int) -> None:
         def trains_or_failed() -> bool:
@@ -122,11 +125,9 @@ def test_an_interrupted_run_has_the_losses_of_an_uninterrupted_one(cluster, rank
     if len(interruptions) == 1:
         ranks.run(2, train_in_rank, tiny("optim.schedule_steps=300", "checkpoint.every=50", "checkpoint.keep=2", *more))
     else:
-        job = cluster.sbatch(
-            "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--account=m0000", "--constraint=gpu&gpu",
-            str(ROOT / "scripts/slurm/perlmutter.sh"), *arguments, *more, log=tmp_path / "uninterrupted.log",
-            environment=environment,
-        )  # fmt: skip
+        options = "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--account=m0000", "--constraint=gpu&gpu"
+        log = tmp_path / "uninterrupted.log"
+        job = submit(cluster, log, *arguments, *more, options=options, script="perlmutter")
         assert job.wait_for_state("COMPLETED", "FAILED")["ExitCode"] == "0:0", job.output()
     assert losses_and_norms(run) == losses_and_norms(uninterrupted)
 
@@ -147,13 +148,10 @@ def test_an_interrupted_run_has_the_losses_of_an_uninterrupted_one(cluster, rank
     ids=["from an ATP mesh to another", "from two stages to one"],
 )
 def test_a_run_continues_on_other_ranks_in_another_way(cluster, tiny, tmp_path, starts):
-    run, environment = tmp_path / "run", {"GPT4D_VENV": sys.prefix, "GLOO_SOCKET_IFNAME": "lo"}
+    run = tmp_path / "run"
     arguments = [*overrides(tiny("checkpoint.every=5")), f"run.dir={run}"]
     for steps, (line, settings) in starts.items():
-        job = cluster.sbatch(
-            "--nodes=2", str(ROOT / "scripts/slurm/generic.sh"), *arguments, *settings, f"train.steps={steps}",
-            log=tmp_path / f"log{steps}", environment=environment | {"MASTER_ADDR": "127.0.0.1"},
-        )  # fmt: skip
+        job = submit(cluster, tmp_path / f"log{steps}", *arguments, *settings, f"train.steps={steps}")
         assert job.wait_for_state("COMPLETED", "FAILED")["ExitCode"] == "0:0", job.output()
         assert line in job.output()
     assert list(losses_and_norms(run)) == list(range(1, 21))
@@ -163,13 +161,10 @@ def test_a_run_continues_on_other_ranks_in_another_way(cluster, tiny, tmp_path, 
 @pytest.mark.full
 def test_the_tasks_of_an_array_train_a_sweep_and_one_is_interrupted(cluster, tiny, tmp_path):
     """Three tasks share one node and two jobs. Each job has two ranks."""
-    sweep, environment = tmp_path / "sweep", {"GPT4D_VENV": sys.prefix, "GLOO_SOCKET_IFNAME": "lo"}
-    array = cluster.sbatch(
-        "--array=0-2", "--nodelist=node3", "--ntasks-per-node=2", str(ROOT / "scripts/slurm/generic.sh"),
-        "-m", *overrides(tiny("checkpoint.every=1000000")), f"run.dir={sweep}", "parallel.gx=2",
-        "optim.schedule_steps=300", "train.seed=0,1", "train.steps=200", log=tmp_path / "%a.log",
-        environment=environment | {"MASTER_ADDR": "127.0.0.1"},
-    )  # fmt: skip
+    sweep, options = tmp_path / "sweep", ("--array=0-2", "--nodelist=node3", "--ntasks-per-node=2")
+    words = f"run.dir={sweep}", "parallel.gx=2", "optim.schedule_steps=300", "train.seed=0,1", "train.steps=200"
+    arguments = "-m", *overrides(tiny("checkpoint.every=1000000")), *words
+    array = submit(cluster, tmp_path / "%a.log", *arguments, options=options)
     tasks = [SlurmJob(cluster, f"{array.number}_{index}", tmp_path / f"{index}.log") for index in range(3)]
     runs = [sweep / f"seed={seed}" for seed in (0, 1)]
     for task, run in zip(tasks, runs, strict=False):
@@ -189,11 +184,8 @@ def test_the_tasks_of_an_array_train_a_sweep_and_one_is_interrupted(cluster, tin
 
 @pytest.mark.full
 def test_a_job_whose_port_is_taken_is_requeued_and_takes_another(cluster, tiny, tmp_path):
-    environment = {"GPT4D_VENV": sys.prefix, "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
-    job = cluster.sbatch(
-        "--hold", "--nodes=2", str(ROOT / "scripts/slurm/generic.sh"), *overrides(tiny()), "train.steps=3",
-        "parallel.gz=2", f"run.dir={tmp_path / 'run'}", log=tmp_path / "log", environment=environment,
-    )  # fmt: skip
+    arguments = *overrides(tiny()), "train.steps=3", "parallel.gz=2", f"run.dir={tmp_path / 'run'}"
+    job = submit(cluster, tmp_path / "log", *arguments, options=("--hold", "--nodes=2"))
     master = Launch.from_environment({**SLURM_STEP, "SLURM_JOB_ID": job.number, "MASTER_ADDR": "127.0.0.1"}).master
     port = int(master.partition(":")[2])
     with socket.create_server(("127.0.0.1", port)):

@@ -100,11 +100,6 @@ class Fault:
         """Whether the run continues."""
         return (self.kind == FULL and self.phase in _HARMLESS) or (self.kind == RAISED and self.phase == "plot")
 
-    @property
-    def resumes_first(self) -> bool:
-        """Whether the job starts as usual and is struck in a step."""
-        return self.phase not in _START
-
     def prepare(self, rank: int) -> None:
         """Arm the fault on a rank, before it trains."""
         shorten()
@@ -114,10 +109,10 @@ class Fault:
         if self.is_harmless and rank == self.rank:
             at_step(self.step + 4, lambda _: os.kill(os.getpid(), signal.SIGTERM))
         if rank == self.rank:
-            if self.resumes_first:
-                at_step(self.step, lambda _: self._arm())
-            else:
+            if self.phase in _START:
                 self._arm()
+            else:
+                at_step(self.step, lambda _: self._arm())
         elif self.kind == SLOW_SAVE and rank == (self.rank + 1) % 2:
             at_step(self.step + 1, _fail)
 
@@ -157,11 +152,6 @@ class Fault:
         """The signal that strikes torchrun."""
         return {KILLED: signal.SIGKILL, STOPPED: signal.SIGSTOP}.get(self.kind, self.signal)
 
-    @property
-    def guilty(self) -> int:
-        """The rank that the message must name."""
-        return self.rank if self.kind != SLOW_SAVE else (self.rank + 1) % 2
-
     def problem(self, codes: Sequence[int], outputs: Sequence[str]) -> str:
         """Return a problem with the end of the job, or an empty text."""
         text = "".join(outputs)
@@ -188,7 +178,7 @@ class Fault:
             found[f"exit codes {codes}, not {expected}"] = list(codes) != expected
             found[f"{len(errors)} error lines"] = len(errors) != 1
             if self.kind != FULL:
-                named = f"rank {self.guilty} "
+                named = f"rank {self.rank if self.kind != SLOW_SAVE else (self.rank + 1) % 2} "
                 found[f"no {named}in the error"] = not any(named in line for line in errors)
         if self.kind not in (RAISED, SLOW_SAVE) and self.phase != LAUNCHER:  # torchrun prints one
             found["a traceback"] = "Traceback" in text
