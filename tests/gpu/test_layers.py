@@ -18,19 +18,13 @@ from gpt4d.parallel.comm.pending import Pending
 from gpt4d.parallel.context import Context
 from gpt4d.parallel.engine.interleave import run_alone
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layers import attention_kernels, conv_kernels
-from gpt4d.parallel.layers.activations import DropoutSpec, SwigluFunction, gelu_of_biased
-from gpt4d.parallel.layers.attention import AttentionSpec, FusedAttentionSpec
-from gpt4d.parallel.layers.conv import Conv2dSpec
+from gpt4d.parallel.layers import activations, attention, attention_kernels, conv, conv_kernels, linear, loss, norm
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.embedding import PositionEmbeddingSpec, TokenEmbeddingSpec
 from gpt4d.parallel.layers.experts import ExpertsSpec
 from gpt4d.parallel.layers.group_norm import GroupNormSpec
 from gpt4d.parallel.layers.heads import Rotary
-from gpt4d.parallel.layers.linear import LinearSpec, TiedHeadSpec
-from gpt4d.parallel.layers.loss import cross_entropy_sum
 from gpt4d.parallel.layers.module import Layer
-from gpt4d.parallel.layers.norm import LayerNormSpec, RMSNormSpec
 from gpt4d.parallel.layers.routing import RouterSpec, Routing, Scoring
 from gpt4d.parallel.layers.sequence import TokenIndex
 from gpt4d.parallel.sharded_weights import ShardedWeights
@@ -126,9 +120,9 @@ Case = Callable[[Values], tuple[nn.Module, Callable[[], torch.Tensor]]]
 def _product(values: Values, of_images: bool = False, **options: Any):
     hidden = values.sizes.hidden
     if of_images:
-        spec, x = Conv2dSpec(hidden, hidden // 2, 3, padding=1, **options), values.images()
+        spec, x = conv.Conv2dSpec(hidden, hidden // 2, 3, padding=1, **options), values.images()
     else:
-        spec, x = LinearSpec(hidden, 2 * hidden, **options), values.sequences()
+        spec, x = linear.LinearSpec(hidden, 2 * hidden, **options), values.sequences()
     layer = Layer(spec, values.weights)
     return layer, lambda: run_alone(layer(x))
 
@@ -158,19 +152,19 @@ def _group_norm(values: Values):
 
 def _head(values: Values):
     embedding = Layer(TokenEmbeddingSpec(values.sizes.columns, values.sizes.hidden), values.weights)
-    head, x = Layer(TiedHeadSpec(), values.weights), values.sequences()
+    head, x = Layer(linear.TiedHeadSpec(), values.weights), values.sequences()
     return embedding, lambda: run_alone(head(x, embedding.weight))
 
 
 def _cross_entropy(values: Values):
     s = values.sizes
     logits, targets = values.input(s.batch, s.length, s.columns), values.ids(s.vocabulary)
-    return nn.Module(), lambda: cross_entropy_sum(logits, targets, s.vocabulary, values.weights.context.grid.x)
+    return nn.Module(), lambda: loss.cross_entropy_sum(logits, targets, s.vocabulary, values.weights.context.grid.x)
 
 
 def _activation(values: Values, biased: bool):
     inputs = (values.rows(), values.input(values.sizes.hidden)) if biased else (values.rows(2),)
-    return nn.Module(), partial(gelu_of_biased if biased else SwigluFunction.apply, *inputs)
+    return nn.Module(), partial(activations.gelu_of_biased if biased else activations.SwigluFunction.apply, *inputs)
 
 
 def _router(values: Values):
@@ -189,13 +183,13 @@ def _experts(values: Values):
 
 
 def _dropout(values: Values):
-    layer, x = Layer(DropoutSpec(_DROP), values.weights), values.rows()
+    layer, x = Layer(activations.DropoutSpec(_DROP), values.weights), values.rows()
     layer.key = _KEY
     return layer, lambda: layer(x, values.tokens())
 
 
 def _attention(values: Values, drop: float = 0.0, with_documents: bool = False):
-    layer, qkv = Layer(FusedAttentionSpec(values.sizes.heads, drop), values.weights), values.rows(3)
+    layer, qkv = Layer(attention.FusedAttentionSpec(values.sizes.heads, drop), values.weights), values.rows(3)
     layer.key = _KEY
     return layer, lambda: run_alone(layer(qkv, values.tokens(with_documents)))
 
@@ -203,7 +197,7 @@ def _attention(values: Values, drop: float = 0.0, with_documents: bool = False):
 def _grouped_attention(values: Values, with_documents: bool = False, shared: bool = False):
     """Rotated queries and keys, a quarter as many heads of keys and values as of queries."""
     s = values.sizes
-    layer, rotary = Layer(AttentionSpec(s.heads), values.weights), Rotary(s.frequencies)
+    layer, rotary = Layer(attention.AttentionSpec(s.heads), values.weights), Rotary(s.frequencies)
     q = values.input(s.batch, s.length, s.heads, s.hidden // s.heads)
     k, v = (values.input(s.batch, s.length, s.heads // 4, s.hidden // s.heads) for _ in range(2))
 
@@ -221,8 +215,8 @@ CASES: dict[str, Case] = {
     "embedding": _embedding,
     "positions": _positions,
     "positions of documents": partial(_positions, with_documents=True),
-    "layer norm": partial(_norm, spec=LayerNormSpec),
-    "RMS norm": partial(_norm, spec=RMSNormSpec),
+    "layer norm": partial(_norm, spec=norm.LayerNormSpec),
+    "RMS norm": partial(_norm, spec=norm.RMSNormSpec),
     "group norm": _group_norm,
     "convolution": partial(_product, of_images=True),
     "convolution with stride": partial(_product, of_images=True, stride=2),

@@ -25,15 +25,12 @@ import torch.distributed as dist
 from gpt4d.config import ClusterConfig, GridSizes
 from gpt4d.config.machine import this_machine
 from gpt4d.parallel.layout import Layout
-from gpt4d.parallel.resharding.mesh import StageMesh
+from gpt4d.parallel.resharding import mesh, transfer
 from gpt4d.parallel.resharding.plan import plan
-from gpt4d.parallel.resharding.transfer import Link
 from gpt4d.plan import ParallelPlan
 from gpt4d.planner.resolve import resolve
 from gpt4d.planner.stages import PipelineEstimate
-from gpt4d.runtime import rendezvous, watchdog
-from gpt4d.runtime.consensus import all_gather_json
-from gpt4d.runtime.hangs import HangDetector
+from gpt4d.runtime import consensus, hangs, rendezvous, watchdog
 from gpt4d.runtime.job import JobContext, process_group
 from gpt4d.runtime.launch import Launch
 from tests.gpu import nccl, usage
@@ -153,7 +150,7 @@ class Usage(NamedTuple):
 
 def _train_over_stages(case: GridCase, logs: Path, job: JobContext) -> tuple[dict[str, Answer], Usage]:
     answers = train_on_grids([case], job.device)
-    all_gather_json(None, "waiting for the training of all ranks")
+    consensus.all_gather_json(None, "waiting for the training of all ranks")
     plan = resolve(case.config(job.device), dist.get_world_size())
     found = Usage(
         usage.communicators(logs, os.getpid()),
@@ -163,7 +160,7 @@ def _train_over_stages(case: GridCase, logs: Path, job: JobContext) -> tuple[dic
         usage.device_memory(job.device)[1],
         usage.contexts() if job.device.type == "cuda" else Counter(),
     )
-    all_gather_json(None, "waiting for the measurements of all ranks")
+    consensus.all_gather_json(None, "waiting for the measurements of all ranks")
     return answers, found
 
 
@@ -199,12 +196,12 @@ def _reshard(device: torch.device) -> bool:
     """Move tensors from the first half of the ranks to the second. Return whether this rank received the right ones."""
     size, rank = dist.get_world_size(), dist.get_rank()
     half = size // 2
-    source = StageMesh.of_grid(range(half), GridSizes(x=half), size)
-    destination = StageMesh.of_grid(range(half, size), GridSizes(y=half), size)
+    source = mesh.StageMesh.of_grid(range(half), GridSizes(x=half), size)
+    destination = mesh.StageMesh.of_grid(range(half, size), GridSizes(y=half), size)
     layouts = Layout((), ("x",), ()), Layout((), (), ("y",))
     sends = rank < half
     tile = source.tiles(_SHAPE, layouts[0])[rank] if sends else destination.tiles(_SHAPE, layouts[1])[rank]
-    link = Link("check", dist.new_group(), device)
+    link = transfer.Link("check", dist.new_group(), device)
     resharding = link.prepare(plan(_SHAPE, layouts[0], source, layouts[1], destination), torch.float32)
     right = True
     for salt in range(_TRANSFERS):
@@ -223,7 +220,7 @@ def _stop_rank_1(stop: Callable[[], object], timeout_s: float, directory: Path, 
     for number in range(_WARM_UP + 2):
         if number == _WARM_UP:
             assert job.watchdog is not None
-            job.watchdog.hang_detector = HangDetector(grid.active_axes, timeout_s, directory)
+            job.watchdog.hang_detector = hangs.HangDetector(grid.active_axes, timeout_s, directory)
             job.watchdog.hang_detector.name_layers(step.stage.module)
             job.watchdog.hang_detector.end_startup()
             if grid.world.index == 1:

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.support.grids import metric_lines, train_in_rank
-from tests.support.optim_serial import serial_fixture
 from tests.support.rank_pool import RankFailure
+from tests.support.training import serial_fixture
 
 STEPS = 10
 MUON = (

@@ -13,12 +13,9 @@ from gpt4d.config import GridSizes
 from gpt4d.parallel.context import Context
 from gpt4d.parallel.engine.interleave import join, run_alone
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layers import attention, attention_kernels, heads
-from gpt4d.parallel.layers.activations import silu
+from gpt4d.parallel.layers import activations, attention, attention_kernels, conv, heads, loss
 from gpt4d.parallel.layers.attention import AttentionSpec, FusedAttentionSpec
-from gpt4d.parallel.layers.conv import Conv2dSpec
 from gpt4d.parallel.layers.linear import LinearSpec, concatenate, separate
-from gpt4d.parallel.layers.loss import head_loss
 from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layers.sequence import TokenIndex
 from gpt4d.parallel.sharded_weights import ShardedWeights
@@ -111,7 +108,7 @@ FUNCTIONS = {
     "selected heads": (lambda x: heads.SelectedHeadsFunction.apply(x, (0, 1, 1)), [HEADS]),
 }
 COPIES = {
-    "silu": (silu, [IMAGE]),
+    "silu": (activations.silu, [IMAGE]),
     "join": (join, [(2, C), (3, C)]),
     "concatenation": (lambda *parts: concatenate(parts, (C, 8), 4), [IMAGE, (*IMAGE[:3], 8)]),
     "concatenation of one piece each": (lambda *parts: concatenate(parts, (C, 8), 1), [IMAGE, (*IMAGE[:3], 8)]),
@@ -233,7 +230,7 @@ def test_an_enlarged_input_takes_time_in_every_product():
     moved = {}
     for factor in (1, 2):
         device = CountingDevice()
-        layer = symbolic_layer(Conv2dSpec(C, 8, 1, upsampling=factor, stride=factor, bias=False), device)
+        layer = symbolic_layer(conv.Conv2dSpec(C, 8, 1, upsampling=factor, stride=factor, bias=False), device)
         in_symbols(device, alone(layer), [IMAGE])
         moved[factor] = device.moved
     small = 4 * math.prod(IMAGE)
@@ -250,7 +247,7 @@ def test_a_head_loss(num_chunks, masked):
     nn.init.normal_(layer.weight)
 
     def loss_of(layer, targets):
-        return lambda x: head_loss(x, layer.weight, targets, vocabulary, layer.product, num_chunks, masked)
+        return lambda x: loss.head_loss(x, layer.weight, targets, vocabulary, layer.product, num_chunks, masked)
 
     compute = loss_of(symbolic, SymbolicTensor(device, (tokens,), "int64"))
     found = in_symbols(device, compute, [(tokens, hidden)])

@@ -5,11 +5,8 @@ from dataclasses import replace
 import pytest
 
 from gpt4d.config import ClusterConfig, GridSizes, LevelConfig
-from gpt4d.planner.capacity import fewest_devices
+from gpt4d.planner import capacity, search, topology, workload
 from gpt4d.planner.estimate import Estimate
-from gpt4d.planner.search import rank
-from gpt4d.planner.topology import usable_gib
-from gpt4d.planner.workload import grids
 from gpt4d.validation import validate
 from tests.support.planner_runs import ask, ranked
 from tests.support.settings import configured
@@ -45,7 +42,7 @@ def test_ranks_that_share_samples_share_the_products_equally(attention_tflops, w
 def test_ranks_share_samples_if_there_are_fewer_samples_than_shards_of_the_batch():
     words = *FEW, ONE_STAGE, "train.batch_size=2"
     plans = ranked(4, *words).plans
-    assert {plan.sizes for plan in plans} == {*grids(4)}
+    assert {plan.sizes for plan in plans} == {*workload.grids(4)}
     for plan in plans:
         assert plan.context == max(1, plan.sizes.batch_shards // 2)
         assert (f"parallel.context={plan.context}" in plan.overrides) == (plan.context > 1)
@@ -55,10 +52,10 @@ def test_ranks_share_samples_if_there_are_fewer_samples_than_shards_of_the_batch
 def test_ranks_share_samples_if_a_step_does_not_fit_otherwise():
     config = configured([*LONG])
     plan = next(plan for plan in ranked(4, *LONG).plans if plan.sizes == GridSizes(z=4))
-    assert plan.context > 1 and plan.memory_gib <= usable_gib(config.cluster)
+    assert plan.context > 1 and plan.memory_gib <= topology.usable_gib(config.cluster)
     fewer = replace(config, parallel=replace(config.parallel, context=plan.context // 2))
-    assert Estimate(fewer, plan.sizes).memory_gib(1) > usable_gib(config.cluster)
-    fewest = fewest_devices(config, 8)
+    assert Estimate(fewer, plan.sizes).memory_gib(1) > topology.usable_gib(config.cluster)
+    fewest = capacity.fewest_devices(config, 8)
     assert fewest and ranked(fewest, *LONG).plans
 
 
@@ -97,9 +94,9 @@ def test_a_length_without_positions_names_the_setting():
 def test_the_planner_chooses_the_faster_exchange():
     long = "model=llama_tiny", "model.max_positions=2048", "train.seq_len=2048", "train.batch_size=1", "cluster=local"
     config = configured([*long, ONE_STAGE, "cluster.levels=[{group_gb_s: 0.5}]"])
-    (best,) = rank(config, 4, top=1).plans
+    (best,) = search.rank(config, 4, top=1).plans
     assert best.choice["context_exchange"] == "ring"
     gathered = Estimate(config, best.sizes, choice={**best.choice, "context_exchange": "all_gather"})
     assert gathered.plan(best.micro_batch).step_time_s > best.step_time_s
     fixed = replace(config, parallel=replace(config.parallel, context_exchange="all_gather"))
-    assert all("context_exchange" not in plan.choice for plan in rank(fixed, 4, top=3).plans)
+    assert all("context_exchange" not in plan.choice for plan in search.rank(fixed, 4, top=3).plans)

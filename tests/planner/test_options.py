@@ -8,14 +8,11 @@ from matplotlib.axes import Axes
 
 from gpt4d.config import ConfigError, GridSizes, grid_problem
 from gpt4d.model import registry
-from gpt4d.planner import tables
+from gpt4d.planner import launching, tables, topology, workload
 from gpt4d.planner.capacity import estimate_of, fewest_devices, least_gib
 from gpt4d.planner.estimate import Estimate
-from gpt4d.planner.launching import command
 from gpt4d.planner.options import KEYS, levels, open_keys, with_settings
 from gpt4d.planner.search import rank, with_fewer_options
-from gpt4d.planner.topology import usable_gib
-from gpt4d.planner.workload import grids, micro_batch_sizes
 from tests.support.planner_runs import ask
 from tests.support.settings import configured
 
@@ -39,7 +36,7 @@ def test_searched_options_make_a_step_faster_or_possible():
     config = configured(LLAMA)
     (fixed, *_), (free, *_) = rank(config, 2, top=1).plans, rank(config, 2, top=1, keys=KEYS).plans
     assert free.step_time_s < fixed.step_time_s and free.options
-    assert free.memory_gib <= usable_gib(config.cluster) == 38
+    assert free.memory_gib <= topology.usable_gib(config.cluster) == 38
     whole = configured([*LLAMA, "model.layers=32"])
     assert fewest_devices(whole, 64, KEYS) < fewest_devices(whole, 64)
     chosen = configured([*LLAMA, *free.overrides])
@@ -93,10 +90,10 @@ def test_at_least_is_the_minimum_over_everything_that_is_searched(keys):
     ranking, needed = rank(config, 2, keys=keys), []
     assert not ranking.plans
     for level in levels(config, keys):
-        for sizes in grids(2):
+        for sizes in workload.grids(2):
             if not grid_problem(level.description.rules, config.train, config.parallel, sizes):
                 estimate = estimate_of(level, sizes)
-                peaks = [estimate.memory_gib(size) for size in micro_batch_sizes(level.config, sizes)]
+                peaks = [estimate.memory_gib(size) for size in workload.micro_batch_sizes(level.config, sizes)]
                 assert estimate.bound_gib() <= least_gib(level, sizes) <= min(peaks) * (1 + 1e-12)
                 needed.append(least_gib(level, sizes))
     least = ranking.least()
@@ -122,7 +119,7 @@ def test_a_run_is_planned_in_hours_and_with_its_command():
 def test_a_command_starts_as_the_machine_requires():
     dgx, frontier = (configured([f"cluster={name}"]).cluster for name in ("dgx_h100", "frontier"))
     words = ["cluster=dgx_h100", "data.path=my books/*.txt", "parallel.mode=auto", "train.micro_batch_size=8"]
-    assert command(dgx, 8, words, ["train.micro_batch_size=2"]) == (
+    assert launching.command(dgx, 8, words, ["train.micro_batch_size=2"]) == (
         "torchrun --nproc-per-node 8 train.py cluster=dgx_h100 'data.path=my books/*.txt' train.micro_batch_size=2"
     )
     for cluster, devices, expected in (
@@ -131,7 +128,7 @@ def test_a_command_starts_as_the_machine_requires():
         (frontier, 16, "sbatch --nodes=2 scripts/slurm/frontier.sh"),
         (frontier, 2, "sbatch --nodes=1 --ntasks-per-node=2 --gpus-per-node=2 scripts/slurm/frontier.sh"),
     ):
-        assert command(cluster, devices, [], []) == expected
+        assert launching.command(cluster, devices, [], []) == expected
 
 
 def test_one_grid_is_answered_with_what_makes_it_fit():

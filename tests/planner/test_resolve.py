@@ -7,12 +7,9 @@ from gpt4d.config import GridSizes
 from gpt4d.model import registry
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.stage_plan import ranks_in_grid_order
-from gpt4d.planner import atp
+from gpt4d.planner import atp, fitting, search, topology
 from gpt4d.planner.estimate import Estimate
-from gpt4d.planner.fitting import fit
 from gpt4d.planner.resolve import resolve
-from gpt4d.planner.search import rank
-from gpt4d.planner.topology import spans
 from gpt4d.step import build_stage
 from gpt4d.validation import validate
 from tests.support.commands import wrong_messages
@@ -26,7 +23,7 @@ PAIRS = ("model=gpt_tiny", "cluster.levels=[{ranks: 4, group_gb_s: 1}, {ranks: 2
 @pytest.mark.parametrize("rank_order", ["xy", "yx"])
 def test_each_rank_is_as_far_from_its_neighbors_as_the_planner_assumes(rank_order):
     sizes = GridSizes(2, 4, 3, 2)
-    ranks, planned, distance = ranks_in_grid_order(sizes, rank_order), spans(sizes, rank_order), 1
+    ranks, planned, distance = ranks_in_grid_order(sizes, rank_order), topology.spans(sizes, rank_order), 1
     assert sorted(ranks) == list(range(sizes.devices))
     for axis, size in sizes._asdict().items():  # places count x first, then y, z and data
         for place, first in enumerate(ranks):
@@ -49,7 +46,7 @@ def test_the_plan_has_the_description_that_estimate_and_stage_use(monkeypatch):
     plan = validate(configured([*words, *pipeline]), 4)
     assert plan.description.parameters == registry.describe_run(plan.config).parameters
     monkeypatch.setattr(registry, "describe_run", None)
-    assert fit(plan, plan.config.cluster).plan.step_time_s > 0
+    assert fitting.fit(plan, plan.config.cluster).plan.step_time_s > 0
     stage = build_stage(plan.config, Grid.single_device(), torch.device("cpu"), plan=plan)
     assert {name for name, _ in stage.module.named_parameters()} < plan.description.parameters.keys()
 
@@ -113,7 +110,7 @@ def test_impossible_meshes_are_rejected_in_one_line():
 def test_the_planner_puts_the_axis_of_more_traffic_inside_the_nodes():
     """A block sums 7h elements over y and 2h over x."""
     config = configured([*PAIRS, "model.layers=8", "model.hidden=256", "train.batch_size=8", "model.vocab_size=256"])
-    plans = [plan for plan in rank(config, 8).plans if plan.sizes == GridSizes(4, 2)]
+    plans = [plan for plan in search.rank(config, 8).plans if plan.sizes == GridSizes(4, 2)]
     assert plans[0].choice == {"rank_order": "yx"} and plans[0].grid == "4x2x1x1 in rank order yx"
     chosen = validate(configured([*PAIRS, *plans[0].overrides]), 8)
     assert chosen.stages[0].ranks == (0, 2, 4, 6, 1, 3, 5, 7)
@@ -140,7 +137,7 @@ def test_a_measured_bandwidth_precedes_that_of_the_links():
 def test_the_planners_choice_is_accepted_whatever_the_lengths(devices, length):
     words = [*PAIRS, "parallel.sequence_parallel=true", f"train.seq_len={length}", "train.batch_size=4"]
     for micro_batch in (["train.micro_batch_size=1"], []):
-        for plan in rank(configured([*words, *micro_batch]), devices).plans:
+        for plan in search.rank(configured([*words, *micro_batch]), devices).plans:
             assert validate(configured([*words, *micro_batch, *plan.overrides]), devices).sizes == plan.sizes
 
 

@@ -10,8 +10,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from gpt4d.checkpoint import saving, storage
-from gpt4d.checkpoint.checkpoint_dir import Meta, Progress
+from gpt4d.checkpoint import checkpoint_dir, saving, storage
 from gpt4d.checkpoint.writer import write_values
 from gpt4d.config import Config
 from gpt4d.data.sampler import Blend
@@ -21,10 +20,8 @@ from gpt4d.parallel.layers import experts
 from gpt4d.parallel.stage import Stage
 from gpt4d.plan import ParallelPlan
 from gpt4d.step import TrainStep
+from gpt4d.task import generation, image_generation, language
 from gpt4d.task.diffusion import Diffusion
-from gpt4d.task.generation import continuations
-from gpt4d.task.image_generation import generated_images
-from gpt4d.task.language import LanguageModeling
 from gpt4d.task.reading import ReadingTask
 from gpt4d.validation import validate
 from tests.simulated_gpu import waits
@@ -47,7 +44,7 @@ class _Samples:
         return draw.integers(0, self.bound, (len(sample_ids), *self.row_shape), dtype=self.dtype)
 
 
-class RandomText(LanguageModeling):
+class RandomText(language.LanguageModeling):
     """Language modeling on random tokens. Token 0 ends a document."""
 
     def __init__(self, config: Config):
@@ -59,7 +56,7 @@ class RandomText(LanguageModeling):
     def sample(self):
         tokenizer = SimpleNamespace(encode=lambda text, **_: SimpleNamespace(ids=[1, 2, 3]), decode=str)
         with self._averages.applied():
-            return continuations(self._stage, tokenizer, 1, ["", ""], 2, self._documents)
+            return generation.continuations(self._stage, tokenizer, 1, ["", ""], 2, self._documents)
 
 
 class RandomImages(Diffusion):
@@ -72,7 +69,7 @@ class RandomImages(Diffusion):
 
     def sample(self):
         with self._averages.applied():
-            return generated_images(self._stage, count=2, steps=1)
+            return image_generation.generated_images(self._stage, count=2, steps=1)
 
 
 class _Saver(saving.Saver):
@@ -150,7 +147,7 @@ def _train(
         saver.finished(wait=True)
         train_step.reducer.wait_params()
         shards = storage.parts(stage.module, train_step.optimizer, task.extra_state(), stage.copies)
-        saver.start(Meta(Progress(step), config.model, [], "", {}, {}, {}), shards, {})
+        saver.start(checkpoint_dir.Meta(checkpoint_dir.Progress(step), config.model, [], "", {}, {}, {}), shards, {})
     saver.finished(wait=True)
     saver.close()
     job.problems.host_waits = waits.STEP | waits.BETWEEN_STEPS

@@ -1,4 +1,4 @@
-"""Jobs of torchrun, whose agent can be killed, stopped and signaled."""
+"""Jobs of torchrun, whose agent can be killed, stopped and signaled. As a command, a rank with short timeouts."""
 
 import json
 import os
@@ -12,6 +12,11 @@ from pathlib import Path
 
 import psutil
 
+from gpt4d.run import train
+from gpt4d.runtime.errors import one_line_errors
+from tests.soak.faults import shorten
+from tests.support.settings import configured
+
 TIMEOUT_S = 120.0
 
 
@@ -24,7 +29,7 @@ class TorchrunJob:
         self._earlier_lines = len(self._lines())  # lines of the run's earlier starts
         self.log = run_dir.with_name(f"{run_dir.name}.torchrun")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command += ["-m", "tests.soak.rank", *overrides]
+        command += ["-m", "tests.soak.launcher", *overrides]
         environment = {**os.environ, **mark, "OMP_NUM_THREADS": "1"}
         with open(self.log, "w") as log:
             self.agent = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
@@ -64,3 +69,9 @@ def marked(mark: Mapping[str, str]) -> list[int]:
             if mark.items() <= process.environ().items() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process.pid)
     return found
+
+
+if __name__ == "__main__":  # a rank
+    shorten()
+    with one_line_errors():
+        train(configured(sys.argv[1:]))

@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -93,3 +94,18 @@ def plain_torch_run(config: Config, model: torch.nn.Module, loss_of=None, rate_f
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses, norms
+
+
+def serial_fixture(overrides: Sequence[str], train: Callable[[Config], None], read: Callable[[Config], object]):
+    """Return a fixture whose value is what ``read`` returns for a run on one device, which trains once."""
+    made: list[object] = []
+
+    @pytest.fixture
+    def serial(ranks, tiny, tmp_path):
+        if not made:
+            config = tiny(*overrides, f"run.dir={tmp_path}/serial")
+            ranks.run(1, train, config)
+            made.append(read(config))
+        return made[0]
+
+    return serial

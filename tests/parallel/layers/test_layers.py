@@ -1,4 +1,4 @@
-"""Each layer against plain torch in float64, alone, on the grids whose axes it uses."""
+"""Each layer against plain torch in float64, alone, on the grids whose axes it uses; and in bf16 on one device."""
 
 import itertools
 from unittest.mock import patch
@@ -17,17 +17,19 @@ from gpt4d.parallel.layers import sharding
 from gpt4d.parallel.layers.activations import gelu_of_biased
 from gpt4d.parallel.layers.attention import FusedAttentionSpec
 from gpt4d.parallel.layers.conv import Conv2dSpec
+from gpt4d.parallel.layers.documents import Documents
+from gpt4d.parallel.layers.embedding import PositionEmbeddingSpec, TokenEmbeddingSpec
 from gpt4d.parallel.layers.group_norm import GroupNormSpec
-from gpt4d.parallel.layers.linear import LinearSpec, concatenate
+from gpt4d.parallel.layers.linear import LinearSpec, TiedHeadSpec, concatenate
 from gpt4d.parallel.layers.loss import cross_entropy_sum
 from gpt4d.parallel.layers.module import Layer
-from gpt4d.parallel.layers.norm import AllHeadsNormSpec, BranchNormSpec, LayerNormSpec, RMSNormSpec
+from gpt4d.parallel.layers.norm import AllHeadsNormSpec, BranchNormSpec, LayerNormFunction, LayerNormSpec, RMSNormSpec
 from gpt4d.parallel.layers.sequence import TokenIndex
 from gpt4d.parallel.layers.sharding import NORMAL, TRANSPOSED, Axes
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.sharded_weights import ShardedWeights
 from gpt4d.parallel.symbolic import kernels
-from tests.parallel.layers.oracle import check, check_cases, close, normal, part, weights_on
+from tests.parallel.layers.oracle import check, check_cases, close, filled, normal, part, weights_on
 from tests.support.grids import BINARY_GRIDS, PAIRWISE_GRIDS, full, grid_name, sampled
 
 BATCH, FEATURES = ("data", "z"), Layout((), (), ("y",))
@@ -379,3 +381,106 @@ def test_a_layer_runs_hooks_that_are_registered(kind):
     assert calls == [kind]
     layer(x)
     assert calls == [kind]
+
+
+# With bf16 activations, parameter gradients are sums in float32: no partial sum is rounded to bf16.
+WIDTH, TOKENS = 16, (8, 32)
+
+
+class Twins:
+    """An axis of two ranks with equal tensors."""
+
+    size = 2
+
+    def all_gather(self, shard, parameter=None):
+        return torch.cat((shard, shard))
+
+    def all_reduce(self, tensor, parameter=None):
+        return tensor.mul_(2)
+
+
+@pytest.fixture
+def weights():
+    return ShardedWeights(Context(Grid.single_device(), torch.bfloat16))
+
+
+def rows(*shape, seed=0):
+    return normal(*shape, WIDTH, seed=seed).bfloat16()
+
+
+def compare(weights, layer, ours, theirs, x):
+    """Compare the parameters' gradients with those of float64. Return outputs and gradients of x of both."""
+    parameters, wholes = filled(weights, layer)
+    leaves = {name: whole.float().double().requires_grad_() for name, whole in wholes.items()}
+    wide = x.double().requires_grad_()
+    out, expected = ours(x.requires_grad_()), theirs(leaves, wide)
+    upstream = normal(*out.shape, seed=1).bfloat16()
+    out.backward(upstream)
+    weights.finish()
+    expected.backward(upstream.double())
+    for name, parameter in parameters.items():
+        gradient, exact = parameter.grad, leaves[name].grad
+        assert gradient.dtype == torch.float32
+        assert (gradient.double() - exact).norm() < 1e-5 * exact.norm()  # rounding to bf16 costs 1e-3
+    return (out, x.grad), (expected, wide.grad)
+
+
+def tokens_of(weights, documents=None):
+    return TokenIndex(torch.arange(TOKENS[0]), TOKENS[1], weights.context.grid.axis(None), documents)
+
+
+def test_weight_and_bias_of_a_linear_layer(weights):
+    layer = Layer(LinearSpec(WIDTH, WIDTH), weights)
+    compare(weights, layer, lambda x: run_alone(layer(x)), lambda p, x: x @ p["weight"] + p["bias"], rows(*TOKENS))
+
+
+def test_a_tied_table_in_the_head_and_in_the_lookup(weights):
+    table, head = Layer(TokenEmbeddingSpec(WIDTH, WIDTH), weights), Layer(TiedHeadSpec(), weights)
+    compare(weights, table, lambda x: run_alone(head(x, table.weight)), lambda p, x: x @ p["weight"].T, rows(*TOKENS))
+    table = Layer(TokenEmbeddingSpec(20, WIDTH), weights)
+    ids, tokens = torch.randint(20, TOKENS, generator=torch.Generator().manual_seed(3)), tokens_of(weights)
+
+    def plain(parameters, x):
+        return x + F.embedding(ids.flatten(), parameters["weight"])
+
+    compare(weights, table, lambda x: x + table(ids, tokens), plain, rows(ids.numel()))
+
+
+@pytest.mark.parametrize("documents", [None, Documents.ending_with(1, torch.zeros(TOKENS))], ids=["plain", "documents"])
+def test_a_position_table(weights, documents):
+    table = Layer(PositionEmbeddingSpec(40, WIDTH), weights)
+    tokens = tokens_of(weights, documents)
+
+    def plain(parameters, x):
+        return x + parameters["weight"][: TOKENS[1]].repeat(TOKENS[0], 1)
+
+    compare(weights, table, lambda x: table(x, tokens), plain, rows(TOKENS[0] * TOKENS[1]))
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole features", "split features"])
+def test_weight_and_bias_of_a_norm_and_its_output(weights, split):
+    layer = Layer(LayerNormSpec(WIDTH), weights)
+
+    def ours(x):
+        arguments = layer.weight, layer.bias, Twins(), layer.spec.epsilon
+        return (LayerNormFunction.apply(x, None, *arguments) if split else layer(x))[1]
+
+    def plain(parameters, x):
+        return F.layer_norm(x, (WIDTH,), *parameters.values())
+
+    for one, other in zip(*compare(weights, layer, ours, plain, rows(*TOKENS)), strict=True):
+        assert split or (one.dtype == torch.bfloat16 and (one - other).norm() < 4e-3 * other.norm())
+
+
+def test_weight_and_bias_of_a_convolution_and_of_a_group_norm(weights):
+    conv = Layer(Conv2dSpec(WIDTH, WIDTH, 3, padding=1), weights)
+    norm = Layer(GroupNormSpec(4, (WIDTH,)), weights)
+
+    def plain_conv(parameters, x):
+        return F.conv2d(x.movedim(-1, 1), parameters["weight"], parameters["bias"], padding=1).movedim(1, -1)
+
+    def plain_norm(parameters, x):
+        return F.group_norm(x.movedim(-1, 1), 4, parameters["weight"], parameters["bias"]).movedim(1, -1)
+
+    compare(weights, conv, lambda x: run_alone(conv(x)), plain_conv, rows(8, 16, 16))
+    compare(weights, norm, norm, plain_norm, rows(8, 16, 16))

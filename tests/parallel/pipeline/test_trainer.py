@@ -15,9 +15,8 @@ from gpt4d.planner.stages import PipelineEstimate
 from gpt4d.validation import validate
 from tests.support.faults import losses
 from tests.support.grids import bytes_sent, full, metric_lines, train_in_rank
-from tests.support.optim_serial import serial_fixture
 from tests.support.run_files import events
-from tests.support.training import build_trainer
+from tests.support.training import build_trainer, serial_fixture
 
 PIPELINE = "parallel.pipeline."
 TWO, SHARDED = PIPELINE + "stages=2", "optim.shard_states=true"
