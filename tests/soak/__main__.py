@@ -20,7 +20,7 @@ from gpt4d.runtime.errors import one_line_errors
 from tests.soak import __doc__ as description
 from tests.soak.faults import DAMAGED, LAUNCHER, STOPPED, TWICE, Fault, damage
 from tests.soak.launcher import TorchrunJob, marked
-from tests.soak.plans import MODELS, PLANS, settings
+from tests.soak.plans import MODELS, PLANS, settings, write_files
 from tests.support.grids import metric_lines, train_in_rank
 from tests.support.jobs import LaunchedJob
 from tests.support.rank_pool import RankPool
@@ -166,6 +166,7 @@ def main(arguments: list[str]) -> None:
     pool, record, started = RankPool(), Record(), time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
+        write_files(directory)
         runs = [Run(name, directory / name, name if name != ELASTIC else "grid") for name in names]
         number = 0
         while number < soak.faults and time.monotonic() - started < soak.seconds:

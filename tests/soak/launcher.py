@@ -14,7 +14,7 @@ import psutil
 
 from gpt4d.run import train
 from gpt4d.runtime.errors import one_line_errors
-from tests.soak.faults import shorten
+from tests.soak.faults import prepare_rank
 from tests.support.settings import configured
 
 TIMEOUT_S = 120.0
@@ -72,6 +72,6 @@ def marked(mark: Mapping[str, str]) -> list[int]:
 
 
 if __name__ == "__main__":  # a rank
-    shorten()
+    prepare_rank()
     with one_line_errors():
         train(configured(sys.argv[1:]))

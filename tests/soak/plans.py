@@ -3,9 +3,18 @@
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.evaluation.offline_tasks import write_tasks
+from tests.support.chat import write_tokenizer
+
+_GPT = (
+    "model=gpt_tiny model.layers=4 model.hidden=24 model.vocab_size=300 model.vocab_multiple=16 "
+    "model.max_positions=16 train.seq_len=16 logging.sample_tokens=0 data.processes=1"
+)
+SIDE_WORK = "gpt_side_work"
 MODELS = {
-    "gpt": "model=gpt_tiny model.layers=4 model.hidden=24 model.vocab_size=300 model.vocab_multiple=16 "
-    "model.max_positions=16 train.seq_len=16 data.processes=1 logging.sample_tokens=0",
+    "gpt": _GPT,
+    SIDE_WORK: f"{_GPT} data.stream=true data.tokenizer={{directory}}/tokenizer logging.trackers=[tensorboard] "
+    "evaluate.every=4 evaluate.limit=2 evaluate.tasks=[{directory}/choices.yaml]",
     "unet": "model=unet_tiny model.channels=8 model.multipliers=[1,2] model.blocks_per_level=1 model.image_size=8 "
     "model.attention_at=[] model.groups=4 model.head_size=8 model.timesteps=50 logging.sample_images=0",
 }
@@ -50,12 +59,19 @@ PLANS = {
 def settings(model: str, plan: SoakPlan, directory: Path, *overrides: str) -> list[str]:
     """Return the overrides of a run whose steps take a tenth of a second."""
     return [
-        *MODELS[model].split(), f"data.cache_dir={directory / 'cache'}", "train.steps=100000", "train.batch_size=12",
-        "train.validate_every=4", "train.validation_batches=1", "optim.schedule_steps=1000", "parallel.timeout_s=2",
-        "checkpoint.every=3", "checkpoint.keep=2", "logging.every=1", *plan.overrides.split(), *overrides,
+        *MODELS[model].format(directory=directory).split(), f"data.cache_dir={directory / 'cache'}",
+        "train.steps=100000", "train.batch_size=12", "train.validate_every=4", "train.validation_batches=1",
+        "optim.schedule_steps=1000", "parallel.timeout_s=2", "checkpoint.every=3", "checkpoint.keep=2",
+        "logging.every=1", *plan.overrides.split(), *overrides,
     ]  # fmt: skip
+
+
+def write_files(directory: Path) -> None:
+    """Write the tokenizer and the task of ``SIDE_WORK``."""
+    write_tokenizer(directory / "tokenizer")
+    write_tasks(directory)
 
 
 def phases_of(plan: SoakPlan, model: str) -> tuple[str, ...]:
     """Return the phases that only some plans have and this one has. U-Nets have no tied weights."""
-    return tuple(phase for phase in plan.phases if model == "gpt" or phase != "copy")
+    return tuple(phase for phase in plan.phases if model != "unet" or phase != "copy")
