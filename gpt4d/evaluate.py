@@ -41,6 +41,7 @@ class EvaluateConfig(InferenceConfig):
     num_fewshot: int | None = setting(None, "examples before each question; null: each task's number", at_least=0)
     chat_template: bool = setting(False, "questions are messages in the model's chat template")
     batch_size: int = setting(16, "sequences that all processes compute together", at_least=1)
+    allow_code: bool = setting(False, "tasks in local files may execute functions of Python")
     images: int = setting(2048, "images: number of generated images", at_least=2)
     steps: int = setting(50, "images: DDIM steps for each image", at_least=1)
     seed: int = setting(0, "images: seed of the images")
@@ -50,7 +51,7 @@ class EvaluateConfig(InferenceConfig):
 
 # Keys for each kind of model; the first one is required.
 _KEYS = {
-    "text": ("tasks", "limit", "num_fewshot", "chat_template", "batch_size"),
+    "text": ("tasks", "limit", "num_fewshot", "chat_template", "batch_size", "allow_code"),
     "images": ("metrics", "images", "steps", "seed", "inception"),
 }
 _EXAMPLES = {"text": "tasks=hellaswag", "images": "metrics=fid"}
@@ -97,7 +98,7 @@ def _evaluate_text(config: EvaluateConfig, checkpoint: Checkpoint, plan: Paralle
         from gpt4d.evaluation.shared_model import SharedModel
 
         loaded: list[Tasks] = []  # on rank 0
-        limits = config.limit, config.num_fewshot, config.chat_template
+        limits = config.limit, config.num_fewshot, config.chat_template, config.allow_code
         run_on_rank0(lambda: loaded.append(Tasks(names, *limits)), "loading the tasks")
         ends = transformers_tokenizer.end_tokens(tokenizer, files)
         shared = SharedModel(model.stage, tokenizer, ends, config.batch_size)

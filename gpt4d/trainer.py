@@ -189,11 +189,12 @@ class Trainer:
                 losses = self._validate() if validating else {}
                 if validating and not last:  # the end of the run plots the losses of the last step
                     run_on_rank0(self._plot_losses, "plotting the losses")
-                if self.evaluation and evaluating:
-                    self.evaluation.report(self.log, progress)
                 if (saving or stopping) and self.monitor.is_finite:
                     run_on_rank0(self._keep_run_dir, "checking run.dir")
                     self.checkpoints.save(self.train_step, progress, losses)
+                if self.evaluation and evaluating:
+                    self.checkpoints.before_update()  # the averaged weights replace the weights, which a save may copy
+                    self.evaluation.report(self.log, progress)
                 self.meter.restart(progress)
         self.hang_detector.end_startup()
         self.checkpoints.report_saved(wait=True)

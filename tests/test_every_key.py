@@ -43,6 +43,7 @@ NONE_RUN = (
      "logging.trackers=[wandb]", "logging.project=other", "logging.online=true", "logging.sample_prompt=alpha",
      "logging.sample_tokens=2", "profile.steps=3",
      "evaluate.every=1", "evaluate.tasks=", "evaluate.limit=2", "evaluate.num_fewshot=1", "evaluate.batch_size=3",
+     "evaluate.allow_code=true",
      "run.name=other", "run.dir=", "data.cache_dir="],
 )  # fmt: skip
 CLUSTER = [

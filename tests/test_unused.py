@@ -51,7 +51,8 @@ CASES = [  # a model with settings | unused settings, a part of each reason, and
     ("gpt_tiny logging.sample_tokens=0 | logging.sample_prompt=So", "does not read it", "logging.sample_tokens=8"),
     ("gpt_tiny logging.sample_prompt= | logging.sample_tokens=8", "does not read it", "logging.sample_prompt=So"),
     ("unet_tiny logging.sample_images=0 | logging.sample_steps=8", "does not", "logging.sample_images=8"),
-    ("gpt_tiny | evaluate.tasks=[a] evaluate.limit=9 evaluate.num_fewshot=2 evaluate.batch_size=4",
+    ("gpt_tiny | evaluate.tasks=[a] evaluate.limit=9 evaluate.num_fewshot=2 evaluate.batch_size=4 "
+     "evaluate.allow_code=true",
      "evaluate.every=0 does not read it", "evaluate.every=9"),
     ("gpt_tiny | logging.project=a", "logging.trackers=[] does not read it", "logging.trackers=[mlflow]"),
     ("gpt_tiny logging.trackers=[tensorboard] | logging.online=true", "=[tensorboard] does not read it",

@@ -391,6 +391,7 @@ class EvaluationConfig:
     limit: int | None = setting(None, "number of documents of each task; null: all", at_least=1)
     num_fewshot: int | None = setting(None, "examples before each question; null: each task's number", at_least=0)
     batch_size: int = setting(16, "sequences that all devices compute together", **SIZE)
+    allow_code: bool = setting(False, "tasks in local files may execute functions of Python")
 
 
 @dataclass

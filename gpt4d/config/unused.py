@@ -293,7 +293,7 @@ _CONDITIONS: dict[str, Condition] = {
     "optim.decay_fraction": _any(_in_wsd, _below_maximum, _without_decay_from),
     **dict.fromkeys(("optim.decay_shape", "optim.decay_from"), _any(_in_wsd, _below_maximum)),
     "evaluate.every": _any(_on_text, _without_tokenizer),
-    **{f"evaluate.{key}": _evaluated for key in ("tasks", "limit", "num_fewshot", "batch_size")},
+    **{f"evaluate.{key}": _evaluated for key in ("tasks", "limit", "num_fewshot", "batch_size", "allow_code")},
     **dict.fromkeys(("logging.project", "logging.online"), _tracked),
     "logging.sample_prompt": _any(
         _on_text, _unless("logging.sample_tokens", 0, remedy="set logging.sample_tokens"), _without_tokenizer

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from gpt4d.config import ConfigError
 from gpt4d.data import transformers_tokenizer
 from gpt4d.evaluation import results as of_tasks
 from gpt4d.evaluation.shared_model import SharedModel
@@ -50,21 +51,34 @@ class TrainingEvaluation:
     def _load(self) -> None:
         settings = self.config.evaluate
         with named_as_in_training(), without_effects():
-            self._tasks.append(Tasks(settings.tasks, settings.limit, settings.num_fewshot))
+            tasks = Tasks(settings.tasks, settings.limit, settings.num_fewshot, allow_code=settings.allow_code)
+            self._tasks.append(tasks)
 
     def results(self) -> list[Result] | None:
-        """Return the results with the averaged weights, if the run has them; None on ranks other than 0."""
+        """Return the results with the averaged weights, if the run has them; None on ranks other than 0.
+
+        Raises ConfigError on all ranks for a task that fails.
+        """
         self.runtime.release_graphs()
         with named_as_in_training(), without_effects(), self.task.averaged():
             return self.model.run(lambda: self._tasks[0].evaluate(self.model, errors=False))
 
     def report(self, log: RunLogger | NullLogger, progress: "Progress") -> None:
-        """Evaluate the model after the step ``progress``, and write the results to the log. All ranks call it."""
-        results = self.results()
+        """Evaluate the model after the step ``progress``, and write the results to the log. All ranks call it.
+
+        A task that fails costs this evaluation and a warning.
+        """
+        reached = progress.values(self.task.unit)
+        try:
+            results = self.results()
+        except ConfigError as error:
+            message = f"warning: {error}; the training continues without this evaluation"
+            log.event("evaluation_failed", message, **reached, problem=str(error))
+            return
         if results is not None:
             message = f"step {progress.step}/{self.config.train.steps}  {_line(results)}"
             values = {"limit": self.config.evaluate.limit, "tasks": of_tasks.values(results)}
-            log.event("evaluation", message, **progress.values(self.task.unit), **values)
+            log.event("evaluation", message, **reached, **values)
 
 
 def _line(results: Sequence[Result]) -> str:

@@ -8,7 +8,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs
 
-from gpt4d.config import ConfigError
+from gpt4d.config import ConfigError, check_limits
 from gpt4d.evaluation.shared_model import SharedModel
 from gpt4d.task.scoring import Continuation
 from gpt4d.task.task import Sampling
@@ -23,6 +23,7 @@ class Harness(TemplateLM):
     def __init__(self, model: SharedModel):
         super().__init__()
         self.model, self.tokenizer = model, model.tokenizer
+        self._requests: list[Instance] = []  # whose log-likelihoods are asked
 
     @property
     def eot_token_id(self) -> int:
@@ -52,9 +53,19 @@ class Harness(TemplateLM):
         )
         return str(text)
 
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        self._requests = requests
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
+        for request, (_, context, tokens) in zip(self._requests, requests, strict=True):
+            if not (context and tokens):
+                raise ConfigError(
+                    f"tasks={request.task_name}: document {request.doc_id} has a question or an answer without tokens "
+                    f"({request.args[1]!r}); correct or remove the document"
+                )
         asked = [Continuation(tuple(context), tuple(tokens)) for _, context, tokens in requests]
         return [(score.log_likelihood, score.greedy) for score in self.model.scores(asked)]
 
@@ -81,6 +92,8 @@ class Harness(TemplateLM):
         for indices in by_settings.values():
             settings = normalize_gen_kwargs(requests[indices[0]].args[1], _NEW_TOKENS)
             tokens, stops, sampling = settings.pop("max_gen_toks"), settings.pop("until"), _sampling(settings)
+            if not all(isinstance(stop, str) for stop in stops):
+                raise ConfigError(f"generation_kwargs.until={stops}: not texts; quote them in the task")
             longest = max(1, self.model.max_length - tokens)
             contexts = {index: self.tok_encode(requests[index].args[0])[-longest:] for index in indices}
             indices = sorted(indices, key=lambda index: -len(contexts[index]))
@@ -100,4 +113,8 @@ def _sampling(settings: dict[str, Any]) -> Sampling:
         raise ConfigError(f"generation_kwargs={unknown}: gpt4d has no such settings; remove them from the task")
     if not draws:
         known = {"temperature": 0.0} | {key: known[key] for key in ("repetition_penalty",) if key in known}
-    return Sampling(**({"top_k": 0, "temperature": 1.0} | known))
+    values: dict[str, Any] = {"top_k": 0, "temperature": 1.0} | known
+    values = {key: int(value) if key == "top_k" else float(value) for key, value in values.items()}
+    sampling = Sampling(**values)
+    check_limits(sampling, "generation_kwargs.")  # here, because an error of the computation ends the run
+    return sampling

@@ -54,6 +54,8 @@ class SharedModel:
                 self._asked.put(None)
             except Exception as error:
                 self._asked.put(error)
+            except BaseException as error:  # SystemExit, which would end only this thread
+                self._asked.put(RuntimeError(repr(error)))
 
         if dist.get_rank() == 0:
             Thread(target=execute, name="evaluation", daemon=True).start()

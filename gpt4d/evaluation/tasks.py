@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpt4d.config import ConfigError
+from gpt4d.runtime.errors import one_line
 
 if TYPE_CHECKING:
     from gpt4d.evaluation.shared_model import SharedModel
@@ -35,22 +36,34 @@ class Tasks:
         limit: number of documents of each task; None for all.
         examples: number of examples before each question; None for each task's own number.
         chat: questions are messages of a conversation.
+        allow_code: local files may name functions of Python.
 
     Raises ConfigError for a task that cannot be loaded.
     """
 
-    def __init__(self, names: Sequence[str], limit: int | None = None, examples: int | None = None, chat: bool = False):
+    def __init__(
+        self,
+        names: Sequence[str],
+        limit: int | None = None,
+        examples: int | None = None,
+        chat: bool = False,
+        allow_code: bool = False,
+    ):
         from lm_eval.tasks import TaskManager
 
+        from gpt4d.evaluation.task_code import render_in_sandbox, without_code
+
+        render_in_sandbox()
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         self.names, self.limit, self.chat = names, limit, chat
         directories = [name for name in names if Path(name).is_dir()]
-        local = all(name in directories or Path(name).suffix in _YAML for name in names)
-        manager = TaskManager(include_path=directories or None, include_defaults=not local)  # takes seconds
+        local = [name for name in names if name in directories or Path(name).suffix in _YAML]
+        # The harness's own tasks take seconds.
+        manager = TaskManager(include_path=directories or None, include_defaults=len(local) < len(names))
         specs: list[str] = []
         for name in names:
             specs += sorted(map(str, Path(name).glob("*.yaml"))) if name in directories else _matches(name, manager)
-        with self._one_line("loaded"):
+        with self._one_line("loaded"), without_code(allow_code, bool(local)):
             self.loaded = manager.load(specs)
         for task in self.loaded["tasks"].values():
             if examples is not None:
@@ -79,18 +92,21 @@ class Tasks:
                 apply_chat_template=self.chat,
                 fewshot_as_multiturn=self.chat,
             )
-        assert found is not None
-        return _results(found["results"])
+            assert found is not None
+            return _results(found["results"])
 
     @contextmanager
     def _one_line(self, done: str) -> Iterator[None]:
-        """Raise a ConfigError for any exception of the body: the harness and its tasks raise all kinds."""
+        """Raise a ConfigError for any exception of the body: the harness and its tasks raise all kinds.
+
+        SystemExit is one of them, because a task can call sys.exit.
+        """
         try:
             yield
         except ConfigError:
             raise
-        except Exception as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        except (Exception, SystemExit) as error:
+            reason = one_line(error)
             remedy = "correct the task"
             if isinstance(error, ConnectionError):
                 remedy = "run the command once where there is a network, to fill the cache in HF_HOME"

@@ -29,7 +29,7 @@ class OutOfMemory(RankError):
     """Error of one rank whose memory is exhausted."""
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """Return a library's error message as one line of limited length; the type of the error if it has no message."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from tqdm import tqdm
 
 from gpt4d.config import ConfigError
 from gpt4d.evaluation import during_training, results
+from gpt4d.evaluation.harness import Harness
 from gpt4d.evaluation.tasks import Tasks
 from gpt4d.trainer import Trainer
 from gpt4d.validation import validate
@@ -18,6 +20,7 @@ from tests.evaluation.offline_tasks import write_tasks
 from tests.support.data_files import one_line
 from tests.support.evaluation_models import shared_model
 from tests.support.grids import full, metric_lines, train_in_rank
+from tests.support.run_files import events
 from tests.support.settings import configured
 
 DROPOUT = ("model.dropout=0.1", "model.attention_dropout=0.1", "train.deterministic=true")
@@ -108,3 +111,44 @@ def test_unusable_tasks_end_the_run_on_all_ranks_with_one_line(ranks, tiny, tmp_
     config = tiny("parallel.gx=2", "evaluate.every=1", f"evaluate.tasks=[{task}]")
     first, second = ranks.run(2, error_of_a_run, config)
     assert first == second and first.startswith(f"evaluate.tasks={task}: {message}") and "\n" not in first
+
+
+METRIC = """
+calls = 0
+
+def count(doc, results):
+    global calls
+    calls += 1
+    if calls > 4:
+        {}
+    return {{"acc": 1.0}}
+"""
+
+
+@pytest.mark.parametrize("failure", ["raise ValueError('metric broke')", full("raise SystemExit"), full("1 / 0")])
+def test_a_metric_that_fails_costs_an_evaluation_and_no_step_of_the_run(ranks, tiny, tmp_path, failure):
+    """It fails at the second evaluation, in a step that is also saved."""
+    task = write_tasks(tmp_path)["choices"]
+    task.write_text(task.read_text() + "process_results: !function metric.count\n")
+    (tmp_path / "metric.py").write_text(METRIC.format(failure))
+    common = ["parallel.gx=2", "train.steps=6", "checkpoint.every=2"]
+    evaluated = [f"evaluate.tasks=[{task}]", "evaluate.every=2", "evaluate.limit=4", "evaluate.allow_code=true"]
+    found = []
+    for name, words in (("plain", []), ("evaluated", evaluated)):
+        ranks.run(2, train_in_rank, tiny(*common, *words, f"run.dir={tmp_path / name}"))
+        found.append([line["loss"] for line in metric_lines(tmp_path / name)])
+    assert found[0] == found[1] and len(found[0]) == 6
+    of_run = events(tmp_path / "evaluated", "evaluation", "evaluation_failed", "checkpoint", "done")
+    kinds = [(line["event"], line["step"]) for line in of_run if line["event"] != "checkpoint"]
+    assert kinds == [("evaluation", 2), ("evaluation_failed", 4), ("evaluation_failed", 6), ("done", 6)]
+    assert all("evaluate.tasks=" in line["problem"] for line in of_run if line["event"] == "evaluation_failed")
+    assert (tmp_path / "evaluated/checkpoints/step_00000004").is_dir()
+
+
+def test_an_answer_without_tokens_is_one_line_with_task_and_document():
+    model = SimpleNamespace(tokenizer=SimpleNamespace(), scores=None)
+    requests = [SimpleNamespace(args=("a", answer), task_name="t", doc_id=doc) for doc, answer in enumerate(("b", ""))]
+    lm = Harness(model)
+    lm.tok_encode = lambda text, **_: list(text.encode())
+    with one_line("^tasks=t: document 1 has a question or an answer without tokens"):
+        lm.loglikelihood(requests)

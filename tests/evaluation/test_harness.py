@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from gpt4d.checkpoint.importer import import_model
 from gpt4d.config import ConfigError
-from gpt4d.evaluation import results
+from gpt4d.evaluation import results, task_code
 from gpt4d.evaluation.harness import Harness
 from gpt4d.evaluation.tasks import Tasks
 from tests.evaluation.offline_tasks import write_tasks
@@ -160,3 +160,48 @@ def test_unusable_tasks_are_reported_in_one_line(tmp_path, monkeypatch):
     ):
         with one_line(message):
             Tasks([str(name)])
+
+
+SHELL = "popen('touch executed').read()"
+REFUSED = "^allow_code=false: a file in .* executes the function"
+CODE = [  # the rest of a task's file, and the line
+    (f'doc_to_text: "{{{{ cycler.__init__.__globals__.os.{SHELL} }}}}"', "to attribute '__init__' .* is unsafe"),
+    (f"doc_to_text: \"{{{{ lipsum.__globals__['os'].{SHELL} }}}}\"", "to attribute '__globals__' .* is unsafe"),
+    ("doc_to_text: \"{{ choices.append('a') }}\"", "access to attribute 'append' .* is unsafe"),
+    (
+        'doc_to_text: "{% for a in range(99999) %}aaaaaaaaaa{% endfor %}"',
+        "renders more than",
+    ),
+    ('doc_to_text: "{{ range(2) }}"', "takes more than"),
+    ("process_docs: !function code.f", f"{REFUSED} code.f; read"),
+    ("doc_to_text: !function os.getcwd", f"{REFUSED} os.getcwd; read"),
+    ("include: included.yaml", f"{REFUSED} code.f; read"),
+    (
+        "metric_list: [{metric: code}]",
+        "^allow_code=false: .* executes code for the metric code; read",
+    ),
+    ("metric_list: [{metric: bleu, hf_evaluate: true}]", "^allow_code=false: .* code for the metric bleu; read"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), CODE)
+def test_files_of_tasks_execute_no_code(tmp_path, monkeypatch, line, message):
+    monkeypatch.chdir(tmp_path)
+    if message == "takes more than":
+        monkeypatch.setattr(task_code, "_SECONDS", -1.0)
+    monkeypatch.setattr(task_code, "_CHARACTERS", 10_000)
+    path = write_tasks(tmp_path)["choices"]
+    kept = [each for each in path.read_text().splitlines() if not each.startswith(line.split(":")[0])]
+    path.write_text("\n".join([*kept, line]))
+    (tmp_path / "included.yaml").write_text("process_docs: !function code.f")
+    (tmp_path / "code.py").write_text("open('executed', 'w')")
+    with one_line(message):
+        Tasks([str(path)])
+    assert not (tmp_path / "executed").exists()
+
+
+def test_functions_of_the_harness_need_no_permission():
+    from lm_eval.tasks import _yaml_loader
+
+    with task_code.without_code(allowed=False, local=True):
+        assert callable(_yaml_loader._import_func_in_yml("utils.process_docs", task_code._LIBRARY / "hellaswag"))
