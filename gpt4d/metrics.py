@@ -98,15 +98,22 @@ class RunLogger:
         """Continue in a new file, after the run directory was created again."""
         self.file.close()
 
-    def close(self) -> None:
-        """Close all outputs. A second call does nothing."""
+    def close(self, briefly: bool = False) -> None:
+        """Close all outputs. A second call does nothing. ``briefly``: as in ``RunTrackers.close``."""
         self.line.close()
         self.file.close()
-        self.trackers.close()
+        self.trackers.close(briefly)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a tracker has not ended in time."""
+        return self.trackers.hang
 
 
 class NullLogger:
     """Logger of ranks other than 0, which discards all reports."""
+
+    hangs = False
 
     def step(self, values: dict) -> None: ...
 
@@ -118,7 +125,7 @@ class NullLogger:
 
     def reopen(self) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, briefly: bool = False) -> None: ...
 
 
 class _ProgressLine:

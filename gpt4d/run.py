@@ -16,7 +16,7 @@ from gpt4d.runs import lock
 from gpt4d.runtime import gpu
 from gpt4d.runtime.errors import one_line_errors
 from gpt4d.runtime.launch import Launch
-from gpt4d.runtime.signals import listen_for_signals
+from gpt4d.runtime.signals import exit_immediately, listen_for_signals
 from gpt4d.validation import validate
 
 
@@ -75,3 +75,5 @@ def train(config: Config) -> None:
             trainer = Trainer(plan, job.device, job.watchdog)
             memory.stage = trainer.stage
             trainer.run(stop)
+    if trainer.log.hangs:
+        exit_immediately(code=0)

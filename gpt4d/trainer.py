@@ -156,7 +156,7 @@ class Trainer:
         self.hang_detector.axes = {}  # drop unfinished collectives after an error; activities are watched to the end
         self.task.close()
         self.checkpoints.close()
-        self.log.close()
+        self.log.close(briefly=True)
         if self.lock:
             self.lock.close()
 
@@ -307,7 +307,7 @@ class Trainer:
         """Write that the job ends with an error, plot the losses and close the log. Rank 0's threads may call it."""
         self.log.failed(problem)
         self._plot_losses()
-        self.log.close()  # a tracker may lose values that it has not written when the process ends
+        self.log.close(briefly=True)  # a tracker may lose values that it has not written when the process ends
 
     def finish(self) -> None:
         """Report a sample, the final validation loss and the location of the outputs."""

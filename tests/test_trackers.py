@@ -1,10 +1,13 @@
 """Trackers: one curve per run over its restarts, samples, missing packages, failures and plots. Secrets stay secret."""
 
+import functools
 import json
 import os
 import shutil
+import signal
 import sqlite3
 import struct
+import threading
 from contextlib import suppress
 from pathlib import Path
 from unittest.mock import patch
@@ -17,13 +20,13 @@ from PIL import Image
 from gpt4d import metrics, trainer
 from gpt4d.config import Config
 from gpt4d.runtime.signals import Stopped, StopRequest
-from gpt4d.trackers import registry
+from gpt4d.trackers import registry, run_trackers
 from gpt4d.trackers.run_trackers import RunTrackers, tag
 from gpt4d.validation import validate
 from tests.support.commands import wrong_messages
-from tests.support.faults import at_step, fail, shorten_timeouts
+from tests.support.faults import at_step, block, fail, shorten_timeouts, signal_itself
 from tests.support.grids import metric_lines, train_in_rank
-from tests.support.jobs import LaunchedJob
+from tests.support.jobs import LaunchedJob, ended_job
 from tests.support.rank_pool import RankFailure
 from tests.support.run_files import events
 from tests.support.settings import configured
@@ -158,31 +161,112 @@ def test_a_sample_is_a_text_and_an_image_in_mlflow(tmp_path, sample):
 
 
 class Recorder:
-    """A tracker that stores its points, and fails from step ``fails_at`` on."""
+    """A tracker that stores its points. ``on_step`` is called with each step, and ``on_close`` at the end."""
 
-    def __init__(self, fails_at=None):
-        self.fails_at, self.points, self.closed = fails_at, [], False
+    def __init__(self, on_step=lambda step: None, on_close=lambda: None):
+        self.points, self.closed, self.on_step, self.on_close = [], False, on_step, on_close
 
     def scalars(self, values, step):
-        if self.fails_at is not None and step >= self.fails_at:
-            raise OSError("no\nspace")
+        self.on_step(step)
         self.points.append((step, values))
 
     def close(self):
+        self.on_close()
         self.closed = True
 
 
-def test_a_tracker_that_fails_costs_a_warning_and_no_other_tracker(capsys):
-    first, second = Recorder(fails_at=2), Recorder()
-    trackers = RunTrackers({"first": first, "second": second}, [])
-    for step in (1, 2, 3):
+def raise_at_step_2(error):
+    def on_step(step):
+        if step == 2:
+            raise error
+
+    return on_step
+
+
+def log_steps(trackers, *steps):
+    for step in steps:
         trackers.log({"step": step, "loss": float(step)})
+
+
+KEPT = "metrics.jsonl has all values\n"
+
+
+@pytest.mark.parametrize("error", [OSError("no\nspace"), SystemExit("no space"), MemoryError("no space")])
+def test_a_tracker_that_fails_costs_a_warning_and_no_other_tracker(capsys, error):
+    first, second = Recorder(raise_at_step_2(error)), Recorder()
+    trackers = RunTrackers({"first": first, "second": second}, [])
+    log_steps(trackers, 1, 2, 3)
     trackers.close()
-    trackers.log({"step": 4, "loss": 4.0})
-    assert first.points == [(1, {"loss": 1.0})]
+    log_steps(trackers, 4)
+    assert first.points == [(1, {"loss": 1.0})] and not trackers.hang
     assert second.points == [(step, {"loss": step}) for step in (1, 2, 3)] and second.closed
-    expected = "warning: first: OSError: no space; nothing more is logged to it, and metrics.jsonl has all values\n"
+    expected = f"warning: first: {type(error).__name__}: no space; nothing more is logged to it, and {KEPT}"
     assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize("hanging", ["on_step", "on_close"])
+def test_a_tracker_that_hangs_costs_a_warning_and_no_other_tracker(capsys, monkeypatch, hanging):
+    answers = threading.Event()
+    first, second = Recorder(**{hanging: lambda *_: answers.wait()}), Recorder()
+    monkeypatch.setattr(run_trackers, "END_S", 0.2)
+    trackers = RunTrackers({"second": second, "first": first}, [])
+    log_steps(trackers, 1, 2, 3)
+    second_thread = trackers._senders[0]._thread
+    trackers.close()
+    second_thread.join()
+    assert trackers.hang and second.closed and len(second.points) == 3
+    error = capsys.readouterr().err
+    assert error.startswith("warning: first: does not answer; about ") and error.count("\n") == 1
+    answers.set()
+
+
+def test_the_lines_that_wait_for_a_tracker_are_limited_and_dropped_lines_are_counted(capsys, monkeypatch):
+    monkeypatch.setattr(run_trackers, "_WAITING", 2)
+    called, answers = threading.Event(), threading.Event()
+    slow = Recorder(lambda step: (called.set(), answers.wait()))
+    trackers = RunTrackers({"slow": slow}, [])
+    log_steps(trackers, 1)
+    called.wait()
+    log_steps(trackers, 2, 3, 4, 5)
+    answers.set()
+    trackers.close()
+    assert [step for step, _ in slow.points] == [1, 2, 3] and slow.closed
+    assert capsys.readouterr().err.splitlines() == [
+        f"warning: slow: it is slow or does not answer; lines are dropped while 2 wait, and {KEPT[:-1]}",
+        "warning: slow: 2 line(s) were dropped; metrics.jsonl has all values",
+    ]
+
+
+def start_a_hanging_tracker(*_):
+    """Return a tracker that hangs and whose package has a thread that Python waits for at its end."""
+    threading.Thread(target=block).start()
+    return Recorder(block)
+
+
+def hang_in_the_tracker(signaled, rank):
+    run_trackers.END_S = run_trackers.STOP_S = 0.1
+    registry._TRACKERS["tensorboard"] = registry._Entry(start_a_hanging_tracker, (), "")
+    if signaled:
+        signal_itself(signal.SIGTERM, 2, 0, rank)
+
+
+@pytest.mark.parametrize(("signaled", "code"), [(False, 0), (True, 75)])
+def test_a_run_ends_with_its_exit_code_while_a_tracker_hangs(ranks, tiny, signaled, code):
+    config = tiny("parallel.gz=2", "train.steps=4", "logging.trackers=[tensorboard]")
+    job = ended_job(ranks.context, config, [code] * 2, functools.partial(hang_in_the_tracker, signaled))
+    assert job.outputs()[0].count("warning: tensorboard: does not answer; about ") == 1
+
+
+def test_tensorboard_without_its_directory_costs_one_warning_and_no_traceback(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # restore it after the test
+    config = wandb_config()
+    config.logging.trackers = ["tensorboard"]
+    trackers = registry.start_trackers(config, tmp_path, [])
+    shutil.rmtree(tmp_path / "tensorboard")
+    log_steps(trackers, 1, 2, 3)
+    trackers.close()
+    error = capsys.readouterr().err
+    assert error.startswith("warning: tensorboard: FileNotFoundError") and error.count("\n") == 1
 
 
 def test_only_lines_after_the_last_line_are_new_and_an_event_of_its_step_that_is_missing():

@@ -105,9 +105,9 @@ def listen_for_signals(announce: bool = False) -> Iterator[StopRequest]:
         os.close(read_end)
 
 
-def exit_immediately(message: str = "") -> None:
-    """End this process with ``EXIT_CODE``, without waiting for its threads."""
+def exit_immediately(message: str = "", code: int = EXIT_CODE) -> None:
+    """End this process with ``code``, without waiting for its threads."""
     if message:
         print(message, file=sys.stderr, flush=True)
     sys.stdout.flush()
-    os._exit(EXIT_CODE)
+    os._exit(code)

@@ -22,8 +22,11 @@ class MlflowTracker:
             os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # read when mlflow is imported
         from mlflow import MlflowClient
 
-        for name in ("mlflow", "alembic"):  # one line per table of a new database
-            logging.getLogger(name).setLevel(logging.WARNING)
+        for name in (
+            "mlflow",
+            "alembic",
+        ):  # a line per table of a new database, and tracebacks of errors that it raises
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         directory, project = (run_dir / "mlflow").absolute(), config.logging.project
         if offline:
             directory.mkdir(exist_ok=True)

@@ -65,12 +65,13 @@ def start_trackers(config: Config, run_dir: Path, earlier: Sequence[dict]) -> Ru
         return RunTrackers({}, earlier)
     run_id = _run_id(run_dir)
     for name in dict.fromkeys(logging.trackers):
+        if logging.online and name != "tensorboard":
+            print(f"logging.online=true: connecting {name} to its server", flush=True)
         try:
             with activity.unlimited():  # packages have their own timeouts
                 trackers[name] = _TRACKERS[name].start(config, run_dir, run_id)
-        except Exception as error:  # no key, no network, an invalid project
-            for tracker in trackers.values():
-                tracker.close()
+        except (Exception, SystemExit) as error:  # no key, no network, an invalid project
+            RunTrackers(trackers, ()).close(briefly=True)
             raise ConfigError(
                 f"logging.trackers=[{name}] logging.project={logging.project} "
                 f"logging.online={str(logging.online).lower()}: {name} reports {' '.join(str(error).split())!r}; "

@@ -1,6 +1,7 @@
 """TensorBoard: event files in run.dir/tensorboard."""
 
 import textwrap
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,6 +14,7 @@ class TensorBoardTracker:
     def __init__(self, config: Config, run_dir: Path, run_id: str):
         from torch.utils.tensorboard import SummaryWriter
 
+        _hide_errors_of_writers()
         self._writer = SummaryWriter(str(run_dir / "tensorboard"))
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
@@ -33,3 +35,14 @@ class TensorBoardTracker:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _hide_errors_of_writers() -> None:
+    """Print no traceback of the writer's thread: its next call raises the error, which costs one warning."""
+    show = threading.excepthook
+
+    def show_others(arguments: threading.ExceptHookArgs) -> None:
+        if not type(arguments.thread).__module__.startswith("tensorboard."):
+            show(arguments)
+
+    threading.excepthook = show_others
