@@ -22,6 +22,7 @@ from gpt4d.evaluation import results as of_tasks
 from gpt4d.evaluation.tasks import Tasks, check_names
 from gpt4d.files import read_json_lines
 from gpt4d.inference import files_of, inference_plan, trained_model
+from gpt4d.metrics import last_elapsed_s
 from gpt4d.plan import ParallelPlan
 from gpt4d.runtime.consensus import run_on_rank0
 from gpt4d.runtime.errors import one_line_errors
@@ -132,7 +133,7 @@ def _report(config: EvaluateConfig, checkpoint: Checkpoint, found: dict[str, Any
     log = checkpoint.path.parent.parent / "metrics.jsonl"
     if log.is_file() and (earlier := read_json_lines(log)):
         step = {"step": checkpoint.meta.progress.step}
-        line = {"event": "evaluation", **step, **values, "time": time.time(), "elapsed_s": earlier[-1]["elapsed_s"]}
+        line = {"event": "evaluation", **step, **values, "time": time.time(), "elapsed_s": last_elapsed_s(earlier)}
         file = LineLog(log)
         file.append(json.dumps(line))
         file.close()

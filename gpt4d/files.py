@@ -1,11 +1,13 @@
 """Files that are flushed to disk and checksummed while they are written, and logs of JSON lines."""
 
+import errno
 import json
 import os
-from collections.abc import Iterable
+import stat
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -13,6 +15,17 @@ from gpt4d import activity
 
 _FLUSH_BYTES = 64 << 20  # bytes between two flushes, so that a flush is short on a slow disk and progress is visible
 _flush = getattr(os, "fdatasync", os.fsync)  # macOS lacks fdatasync
+_LARGEST = 1e100  # of a number in a log
+_NUMBER, _NONE = (int, float), type(None)
+_TYPES: Mapping[str, tuple[type, ...]] = {  # of the keys of logs that gpt4d itself reads
+    **dict.fromkeys(("time", "elapsed_s", "tokens", "samples", "images"), _NUMBER),
+    **dict.fromkeys(("loss", "step_time_s", "_per_s"), (*_NUMBER, _NONE)),
+    **dict.fromkeys(("step", "start"), (int,)),
+    **dict.fromkeys(("event", "config"), (str,)),
+    **dict.fromkeys(("problem", "commit"), (str, _NONE)),
+    **dict.fromkeys(("sets", "versions", "hosts", "data"), (dict,)),
+    "grids": (list,),
+}
 _CHUNK_BYTES = 1 << 20  # small enough that a chunk is still in the CPU cache when it is written after its checksum
 
 
@@ -31,13 +44,46 @@ def counts(values: Iterable) -> tuple[int, ...]:
     return values
 
 
-def read_json_lines(path: Path) -> list[dict]:
-    """Return the complete lines of a log of JSON objects."""
-    lines = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with suppress(json.JSONDecodeError):  # A crash may have cut off a line.
-            lines.append(json.loads(line))
-    return lines
+def open_regular(path: str | Path, flags: int) -> int:
+    """Open a regular file, as the ``opener`` of ``open``. Raises OSError for a directory, and for a FIFO."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file; move it away", str(path))
+    return descriptor
+
+
+def read_regular(path: Path, start: int = 0) -> bytes:
+    """Return the content of a regular file from byte ``start``; empty if there is no file. Raises OSError."""
+    try:
+        with open(path, "rb", opener=open_regular) as file:
+            file.seek(start)
+            return file.read()
+    except FileNotFoundError:
+        return b""
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the entries of metrics.jsonl or starts.jsonl; none if there is no file. Raises OSError."""
+    return list(json_lines(read_regular(path)))
+
+
+def json_lines(content: bytes) -> Iterator[dict[str, Any]]:
+    """Yield the entries of a log of JSON objects. Other lines, which a crash or a bad disk leaves, are ignored."""
+    for line in content.split(b"\n"):
+        with suppress(ValueError, RecursionError):
+            entry = json.loads(line.decode("utf-8", "replace"))
+            if isinstance(entry, dict) and has_types(entry):
+                yield entry
+
+
+def has_types(entry: Mapping[str, Any]) -> bool:
+    """Return whether the known keys of a log's entry have values of their types, and finite numbers."""
+    for key, value in entry.items():
+        types = _TYPES.get("_per_s" if key.endswith("_per_s") else key)
+        if types and (type(value) not in types or (isinstance(value, int | float) and not abs(value) < _LARGEST)):
+            return False
+    return True
 
 
 class NewFile:

@@ -5,16 +5,17 @@ import math
 import os
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from gpt4d.config import Config
 from gpt4d.config.machine import gpu_model
-from gpt4d.files import read_json_lines
 from gpt4d.runs.tables import duration
 from gpt4d.trackers.registry import start_trackers
-from gpt4d.writing import LineLog
+from gpt4d.writing import LineLog, read_log
 
 _LARGEST_EXPONENT = 700.0  # math.exp overflows above 709
 
@@ -56,8 +57,8 @@ class RunLogger:
     def __init__(self, config: Config, run_dir: Path, unit: str = "tokens"):
         self.steps, self.run_dir, self.unit = config.train.steps, run_dir, unit
         self.file = LineLog(run_dir / "metrics.jsonl")
-        earlier = read_json_lines(run_dir / "metrics.jsonl")
-        self.began_s = time.monotonic() - (earlier[-1]["elapsed_s"] if earlier else 0.0)
+        earlier = read_log(run_dir / "metrics.jsonl")
+        self.began_s = time.monotonic() - last_elapsed_s(earlier)
         self.trackers = start_trackers(config, run_dir, earlier)
         self.line = _ProgressLine()
         self.average_step_s = 0.0
@@ -151,6 +152,11 @@ class _ProgressLine:
         if self.open:
             print(flush=True)
             self.open = False
+
+
+def last_elapsed_s(lines: Sequence[Mapping[str, Any]]) -> float:
+    """Return the seconds that all jobs of a run have taken by the last line of its metrics.jsonl; 0 without a line."""
+    return next((line["elapsed_s"] for line in reversed(lines) if "elapsed_s" in line), 0.0)
 
 
 def of_loss(total: float, units: int, text_bytes: int | None) -> dict[str, float]:

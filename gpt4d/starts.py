@@ -1,5 +1,6 @@
 """The starts of a run: ``starts.jsonl`` has one line for each, and ``configs/`` its configuration. No torch here."""
 
+import io
 import json
 import os
 import platform
@@ -11,12 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import yaml
 
 from gpt4d import activity
 from gpt4d.config import CONFIG_DIR, Change, Config, ConfigError, changes, check_changes, recorded_settings
-from gpt4d.files import read_json_lines
-from gpt4d.writing import replace_file, required_file
+from gpt4d.files import open_regular, read_json_lines
+from gpt4d.writing import read_log, replace_file, required_file
 
 _FILE = "starts.jsonl"
 _PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "numpy")
@@ -48,12 +51,14 @@ def record(
     from omegaconf import OmegaConf
 
     run_dir = Path(config.run.dir)
-    number = len(read(run_dir)) + 1
+    path = run_dir / _FILE
+    earlier = read_log(path)
+    number = len(earlier) + 1
     file = f"configs/{number:04}.yaml"
-    for path in (run_dir / file, run_dir / "config.yaml"):
-        with required_file(path):
-            path.parent.mkdir(exist_ok=True)
-            replace_file(path, OmegaConf.to_yaml(OmegaConf.structured(config)))
+    for settings in (run_dir / file, run_dir / "config.yaml"):
+        with required_file(settings):
+            settings.parent.mkdir(exist_ok=True)
+            replace_file(settings, OmegaConf.to_yaml(OmegaConf.structured(config)))
     (commit, clean), started_at = _commit(), time.time()
     line = {
         "start": number,
@@ -71,16 +76,35 @@ def record(
         "init": str(initial) if initial else None,
         "differences": {key: list(change) for key, change in found.items()},
     }
-    path = run_dir / _FILE
     with required_file(path):
-        replace_file(path, "".join(f"{json.dumps(entry)}\n" for entry in [*read(run_dir), line]))
+        replace_file(path, "".join(f"{json.dumps(entry)}\n" for entry in [*earlier, line]))
     return started_at
 
 
 def read(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the starts of a run, oldest first."""
+    """Return the starts of a run, oldest first. Raises ConfigError if its file cannot be read."""
     path = run_dir / _FILE
-    return read_json_lines(path) if path.exists() else []
+    with required_file(path):
+        return read_json_lines(path)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the settings in a config.yaml, as nested dictionaries. Raises ConfigError if they cannot be read."""
+    from omegaconf import OmegaConf
+
+    with required_file(path), open(path, "rb", opener=open_regular) as file:
+        content = file.read()
+    try:
+        text = content.decode()
+        if "*" in text and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+            raise ValueError("it has aliases of YAML, which can expand to gigabytes")
+        values = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
+        if not isinstance(values, dict):
+            raise TypeError("it has no keys")
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{path}: damaged ({type(error).__name__}: {reason}); restore or remove it") from None
+    return cast(dict[str, Any], values)
 
 
 def check_last(config: Config) -> dict[str, Change]:
@@ -88,17 +112,16 @@ def check_last(config: Config) -> dict[str, Change]:
 
     Raises ConfigError if a difference changes results and ``checkpoint.allow_changes`` does not list it.
     """
-    from omegaconf import OmegaConf
-
     run_dir = Path(config.run.dir)
-    starts = read(run_dir)
-    if not starts:
+    file = next((start["config"] for start in reversed(read(run_dir)) if "config" in start), None)
+    if file is None:
         return {}
-    path = run_dir / starts[-1]["config"]
     try:
-        before: Any = OmegaConf.to_container(OmegaConf.load(path))
-    except OSError as error:
-        raise ConfigError(f"run.dir={run_dir}: {path}: {error.strerror}; restore it or set another run.name") from None
+        before = read_settings(run_dir / file)
+        if not before:
+            raise ConfigError(f"{run_dir / file}: empty; restore it")
+    except ConfigError as error:
+        raise ConfigError(f"run.dir={run_dir}: {error}, or set another run.name") from None
     found = changes(recorded_settings(before), recorded_settings(asdict(config)))
     check_changes(found, config.checkpoint.allow_changes, str(run_dir))
     return found

@@ -7,8 +7,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from gpt4d.config import ConfigError
+from gpt4d.files import json_lines, open_regular, read_regular, write_file
 
 _NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -38,13 +40,27 @@ def optional_file(path: Path) -> Iterator[None]:
 
 
 def replace_file(path: Path, content: str) -> None:
-    """Replace the content of ``path`` atomically. Raises OSError."""
+    """Replace the content of ``path`` atomically, also if the machine loses power. Raises OSError."""
     partial = path.with_name(f"{path.name}.partial")
     try:
-        partial.write_text(content, encoding="utf-8")
+        partial.unlink(missing_ok=True)
+        write_file(partial, content.encode())
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """Return the entries of metrics.jsonl or starts.jsonl. Print a warning if other lines are ignored.
+
+    Raises ConfigError if the file cannot be read.
+    """
+    with required_file(path):
+        content = read_regular(path)
+    entries = list(json_lines(content))
+    if damaged := sum(bool(line.strip()) for line in content.split(b"\n")) - len(entries):
+        warn(f"{path}: {damaged:,} damaged line(s) are ignored")
+    return entries
 
 
 class LineLog:
@@ -62,7 +78,7 @@ class LineLog:
         self._failed = False
         with required_file(path):
             self._open()
-            content = path.read_bytes()
+            content = read_regular(path)
         self._unwritten = b"\n" if content and not content.endswith(b"\n") else b""  # a crash cut off the last line
 
     def append(self, line: str) -> None:
@@ -80,7 +96,7 @@ class LineLog:
 
     def _open(self) -> int:
         if self._descriptor is None:
-            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            self._descriptor = open_regular(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         return self._descriptor
 
     def _write(self) -> None:

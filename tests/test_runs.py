@@ -4,8 +4,10 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from gpt4d.runs.history import History, Point, interval_means
 from gpt4d.runs.plots import plot_losses
 from gpt4d.runs.summary import Run, State, differing_keys, find_runs, state_of
 from tests.support.commands import wrong_messages
+from tests.support.damage import DAMAGES, NOT_FILES
 from tests.support.run_files import append, event, locked_by_another_process, step, write_run
 
 
@@ -258,3 +261,30 @@ def test_a_mistake_is_one_line(tmp_path):
 def test_the_command_has_a_help_and_does_not_import_torch():
     check = "import sys; from gpt4d.runs import __main__; __main__.main(['--help']); assert 'torch' not in sys.modules"
     assert "watch [DIR …]" in subprocess.check_output([sys.executable, "-c", check], text=True)
+
+
+def test_a_damaged_run_is_a_row_with_its_reason(two_runs, capsys):
+    good, found = two_runs / "sweep/lr=0.1", {}
+    for file in ("metrics.jsonl", "starts.jsonl", "config.yaml", "lock"):
+        for name, damage in DAMAGES.items():
+            bad = two_runs / f"bad/{file} {name}"
+            shutil.copytree(good, bad)
+            (bad / "lock").touch()
+            damage(bad / file)
+            found[str(bad)] = file, name
+    main([str(two_runs / "bad"), "format=json"])
+    rows = {row["run"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows.keys() == found.keys()
+    for run, (file, name) in found.items():
+        row = rows[run]
+        unreadable = file == "metrics.jsonl" and name in NOT_FILES
+        assert (row["state"] == "unreadable") == unreadable
+        damaged = file == "config.yaml" and name not in ("a bad byte", "cut", "empty")
+        assert unreadable or not damaged or f"{run}/config.yaml: " in row["problem"], run
+        assert not unreadable or row["problem"].startswith("metrics.jsonl: "), run
+        plotted = two_runs / "a.png"
+        for command in (["plot", run, f"out={plotted}"], ["diff", str(good), run]):
+            with suppress(ConfigError):
+                main(command)
+    main([str(two_runs / "bad")])
+    assert "unreadable" in capsys.readouterr().out

@@ -10,12 +10,15 @@ import pytest
 from gpt4d import starts, writing
 from gpt4d.checkpoint import checkpoint_dir
 from gpt4d.checkpoint.model_directory import new_directory
+from gpt4d.config import ConfigError
+from gpt4d.files import read_json_lines
 from gpt4d.parallel.pipeline import __main__ as schedules
 from gpt4d.parallel.resharding import __main__ as reshardings
 from gpt4d.planner import __main__ as planner
 from gpt4d.runs.lock import DirectoryLock
 from tests.support.commands import wrong_messages
-from tests.support.grids import metric_lines, train_in_rank
+from tests.support.damage import DAMAGES, NOT_FILES
+from tests.support.grids import full, metric_lines, train_in_rank
 from tests.support.rank_pool import RankFailure
 from tests.support.run_files import events
 from tests.support.training import before_each_step, build_trainer
@@ -62,7 +65,7 @@ def test_a_file_is_replaced_completely_or_not_at_all(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-        patch.setattr(Path, "write_text", fail)
+        patch.setattr(os, "fsync", fail)  # before the file is renamed
         writing.replace_file(path, "new")
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["file"]
 
@@ -140,3 +143,50 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path):
         (schedules.main, ["forward=0", "backward=0"], "forward=0 backward=0: a stage without work"),
     ]
     assert not wrong_messages(mistakes, lambda write, argument: write(argument))
+
+
+def resumed_losses(config, cases, steps):
+    """Resume a copy of a run in ``steps`` steps with each damage, and return its losses or the line that ends it."""
+    run_dir, found = Path(config.run.dir), {}
+    for file, damage in cases:
+        copy = run_dir.with_name(f"{file} {damage}")
+        shutil.copytree(run_dir, copy)
+        if damage:
+            DAMAGES[damage](copy / file)
+        config.run.dir, config.train.steps = str(copy), steps
+        try:
+            checkpoint_dir.check_run(config)
+            train_in_rank(config)
+            found[file, damage] = losses_after(copy, 2)
+        except ConfigError as error:
+            found[file, damage] = str(error)
+    return found
+
+
+def losses_after(run_dir, step):
+    """Return the losses after a step in the intact lines of metrics.jsonl."""
+    lines = read_json_lines(run_dir / "metrics.jsonl")
+    return [line["loss"] for line in lines if "loss" in line and "event" not in line and line["step"] > step]
+
+
+FILES = "metrics.jsonl", "starts.jsonl", "config.yaml", "lock"
+REFUSED = {(file, damage) for file in FILES for damage in NOT_FILES if file != "config.yaml"}
+REFUSED |= {("config.yaml", "directory")}  # all others are replaced
+SAMPLED = [("metrics.jsonl", "random bytes"), ("metrics.jsonl", "wrong types"), ("starts.jsonl", "NULs")]
+SAMPLED += [("metrics.jsonl", "FIFO"), ("starts.jsonl", "FIFO"), ("lock", "FIFO")]
+ALL = [(file, damage) for file in FILES for damage in DAMAGES]
+
+
+@pytest.mark.parametrize("cases", [SAMPLED, full(ALL)], ids=["sampled", "all"])
+def test_a_damaged_log_changes_no_loss_of_a_resumed_run_and_never_blocks_it(ranks, tiny, cases):
+    config = tiny("train.steps=2", "optim.schedule_steps=9", "checkpoint.resume=auto")
+    ranks.run(1, train_in_rank, config)
+    (found,) = ranks.run(1, resumed_losses, config, [("", ""), *cases], 3)
+    expected = found.pop(("", ""))
+    assert len(expected) == 1
+    for case, losses in found.items():
+        if case in REFUSED:
+            file, _ = case
+            assert isinstance(losses, str) and file in losses and "\n" not in losses, (case, losses)
+        else:
+            assert losses == expected, (case, losses)

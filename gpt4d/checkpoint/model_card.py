@@ -12,6 +12,7 @@ from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.files import read_json_lines
 from gpt4d.model import registry
 from gpt4d.model.family import HuggingFaceAdapter
+from gpt4d.writing import required_file
 
 
 def model_card(checkpoint: Checkpoint, adapter: HuggingFaceAdapter, weights: str) -> str:
@@ -49,7 +50,8 @@ def model_card(checkpoint: Checkpoint, adapter: HuggingFaceAdapter, weights: str
 
 def _losses(run_dir: Path, step: int) -> dict[str, str]:
     path = run_dir / "metrics.jsonl"
-    lines = [line for line in read_json_lines(path) if line.get("step", step + 1) <= step] if path.exists() else []
+    with required_file(path):
+        lines = [line for line in read_json_lines(path) if line.get("step", step + 1) <= step]
     found = {}
     for name, event in (("training loss", None), ("validation loss", "validation")):
         values = [line for line in lines if line.get("event") == event and line.get("loss") is not None]
@@ -60,11 +62,11 @@ def _losses(run_dir: Path, step: int) -> dict[str, str]:
 
 def _commit(run_dir: Path, step: int) -> dict[str, str]:
     """Return the commit of the last start before ``step``."""
-    commits = [start for start in starts.read(run_dir) if start["step"] < step and start["commit"]]
+    commits = [start for start in starts.read(run_dir) if start.get("step", step) < step and start.get("commit")]
     if not commits:
         return {}
     last = commits[-1]
-    return {"commit": last["commit"] + ("" if last["clean"] else ", with uncommitted changes")}
+    return {"commit": last["commit"] + ("" if last.get("clean") else ", with uncommitted changes")}
 
 
 def _table(key: str, value: str, rows: Mapping[str, Any]) -> str:

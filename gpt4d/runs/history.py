@@ -1,10 +1,11 @@
 """The history of a run: its metrics.jsonl, read while the run may still write to it."""
 
-import json
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
+
+from gpt4d.files import has_types, json_lines, read_regular
 
 _ENDINGS = ("done", "signal", "failed")
 
@@ -33,6 +34,7 @@ class History:
         started: whether a start is recorded.
         ending: the event that ended the newest start: done, signal or failed; None while it runs or if it was killed.
         problem: the error of a failed start.
+        unreadable: why metrics.jsonl cannot be read.
     """
 
     def __init__(self, run_dir: Path):
@@ -48,22 +50,23 @@ class History:
         self.started = False
         self.ending: str | None = None
         self.problem: str | None = None
+        self.unreadable: str | None = None
         self._read_bytes = 0
         self.update()
 
     def update(self) -> None:
         """Read the new complete lines. A line that a crash has cut off is ignored."""
         try:
-            with open(self.path, "rb") as file:
-                file.seek(self._read_bytes)
-                content = file.read()
-        except FileNotFoundError:
+            content = read_regular(self.path, self._read_bytes)
+            self.unreadable = None
+        except OSError as error:
+            self.unreadable = f"{self.path.name}: {error.strerror}"
             return
         complete = content[: content.rfind(b"\n") + 1]
         self._read_bytes += len(complete)
-        for line in complete.splitlines():
-            with suppress(ValueError, KeyError, TypeError, AttributeError):
-                self._add(json.loads(line))
+        for line in json_lines(complete):
+            with suppress(KeyError, TypeError, AttributeError, StopIteration):  # a key is missing
+                self._add(line)
 
     def _add(self, line: dict) -> None:
         event, step = line.get("event"), line.get("step", self.step)
@@ -75,7 +78,8 @@ class History:
         elif event == "validation":
             self._add_loss(self.validation, line)
             for name, values in line.get("sets", {}).items():
-                self._add_loss(self.sets.setdefault(name, {}), {**line, **values})
+                if has_types(values):
+                    self._add_loss(self.sets.setdefault(name, {}), {**line, **values})
         elif event == "start":
             self.started, self.ending, self.problem, self.step = True, None, None, step
             for losses in (self.training, self.validation, *self.sets.values()):

@@ -18,6 +18,7 @@ from typing import IO, NamedTuple
 
 from gpt4d import activity
 from gpt4d.config import ConfigError
+from gpt4d.files import open_regular
 from gpt4d.writing import warn
 
 RUN_LOCK, SWEEP_LOCK = "lock", "sweep.lock"
@@ -68,7 +69,9 @@ class DirectoryLock:
         self.path, this_process = directory / name, Holder.this_process()
         deadline = time.monotonic() + _LEASE_S
         try:
-            self._file: IO[str] = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 – closed by close()
+            self._file: IO[str] = open(  # noqa: SIM115 – closed by close()
+                self.path, "a+", encoding="utf-8", opener=open_regular
+            )
         except OSError as error:
             raise ConfigError(f"run.dir={directory}: {error.strerror}; use a writable directory") from None
         while not _try_lock(self._file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
@@ -104,7 +107,7 @@ def is_locked(directory: Path, name: str = RUN_LOCK) -> bool:
     """Return whether another process holds the lock of ``directory``. It never delays a process that wants the lock."""
     query = struct.pack(_FLOCK, *([0] * _TYPE_INDEX), fcntl.F_WRLCK, *([0] * (4 - _TYPE_INDEX)))
     try:
-        with open(directory / name, encoding="utf-8") as file:
+        with open(directory / name, encoding="utf-8", opener=open_regular) as file:
             answer = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, query))
     except OSError:  # no such file, or a file system without locks
         return False
@@ -114,19 +117,21 @@ def is_locked(directory: Path, name: str = RUN_LOCK) -> bool:
 def last_holder(directory: Path, name: str = RUN_LOCK) -> Holder | None:
     """Return the process that holds or has held the lock of ``directory``; None if no process has."""
     try:
-        with open(directory / name, encoding="utf-8") as file:
+        with open(directory / name, encoding="utf-8", opener=open_regular) as file:
             return read_holder(file)
     except OSError:
         return None
 
 
 def read_holder(file: IO[str]) -> Holder | None:
-    """Return the content of an open lock file; None if a process has just created it."""
+    """Return the content of an open lock file; None if a process has just created it, or if it is damaged."""
     file.seek(0)
     try:
-        return Holder(**json.loads(file.read()))
-    except (ValueError, TypeError):
+        holder = Holder(**json.loads(file.read()))
+        known = str(holder) and isinstance(holder.restart, int)  # an impossible time raises an error
+    except (ValueError, TypeError, OverflowError, OSError, RecursionError):
         return None
+    return holder if known else None
 
 
 @contextmanager

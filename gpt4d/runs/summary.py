@@ -4,16 +4,16 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from gpt4d import starts
 from gpt4d.config import Change, ConfigError, Effect, effect_of, flattened
 from gpt4d.runs import lock
 from gpt4d.runs.history import History, Point
+from gpt4d.writing import required_file
 
 _NOT_RUNS = {"checkpoints", "configs", "traces", "hang"}  # directories inside a run
 _RECENT_S = 120.0
@@ -29,6 +29,7 @@ class State(StrEnum):
     FINISHED = "finished"
     INTERRUPTED = "interrupted"  # the same command resumes it
     FAILED = "failed"
+    UNREADABLE = "unreadable"
 
 
 def state_of(history: History, locked: bool, holder: lock.Holder | None, now: float, host: str) -> State:
@@ -43,6 +44,8 @@ def state_of(history: History, locked: bool, holder: lock.Holder | None, now: fl
     """
     if locked:
         return State.RUNNING
+    if history.unreadable:
+        return State.UNREADABLE
     if not history.started:
         return State.NEW
     if history.ending:
@@ -61,7 +64,9 @@ class Run:
 
     def __post_init__(self) -> None:
         self.history = History(self.path)
-        self._settings: tuple[float, dict[str, Any]] = (0.0, {})
+        self.settings: dict[str, Any] = {}  # of the newest start by key; empty before the first start
+        self._read_at: float | None = None  # time of the config.yaml with these settings
+        self._unreadable: str | None = None  # why it cannot be read
         self.update()
 
     def update(self) -> None:
@@ -70,22 +75,29 @@ class Run:
         self.history.update()
         self.state = state_of(self.history, locked, holder, time.time(), socket.gethostname())
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings of the newest start by key; none before the first start."""
-        from omegaconf import OmegaConf
+        self._update_settings()
 
+    def _update_settings(self) -> None:
         path = self.path / "config.yaml"
-        with suppress(FileNotFoundError):
-            changed_at = path.stat().st_mtime
-            if changed_at != self._settings[0]:
-                self._settings = changed_at, flattened(cast(dict, OmegaConf.to_container(OmegaConf.load(path))), ".")
-        return self._settings[1]
+        try:
+            with required_file(path):
+                changed_at = path.stat().st_mtime if os.path.lexists(path) else None
+            if changed_at != self._read_at:
+                self._read_at, self.settings, self._unreadable = changed_at, {}, None
+                self.settings = flattened(starts.read_settings(path), ".") if changed_at is not None else {}
+        except ConfigError as error:
+            self._unreadable = str(error)
+
+    @property
+    def problem(self) -> str | None:
+        """The error of the newest start, or why a file of the run cannot be read."""
+        return self.history.problem or self.history.unreadable or self._unreadable
 
     @property
     def steps(self) -> int | None:
         """The number of steps of the newest start."""
-        return self.settings.get("train.steps")
+        steps = self.settings.get("train.steps")
+        return steps if isinstance(steps, int) else None
 
     @property
     def loss(self) -> float | None:
@@ -123,7 +135,7 @@ class Run:
             f"{history.unit}_per_s": history.per_s,
             "time": history.time,
             "elapsed_s": max((point.elapsed_s for point in history.training.values()), default=None),
-            "problem": history.problem,
+            "problem": self.problem,
         }
 
 
@@ -141,7 +153,7 @@ def find_runs(directories: Iterable[Path], known: Iterable[Run] = ()) -> list[Ru
     for run in by_path.values():
         run.update()
     for directory in directories:
-        if not directory.is_dir():
+        if not os.path.isdir(directory):
             raise ConfigError(f"{directory}: no such directory; pass a run or a directory of runs")
         paths = [Path(root) for root, _, _ in _walk(directory) if is_run(Path(root))]
         if not paths:
@@ -158,7 +170,7 @@ def _walk(directory: Path) -> Iterable[tuple[str, list[str], list[str]]]:
 
 def is_run(path: Path) -> bool:
     """Return whether ``path`` is a run directory."""
-    return any((path / name).exists() for name in ("metrics.jsonl", "starts.jsonl", "checkpoints"))
+    return any(os.path.lexists(path / name) for name in ("metrics.jsonl", "starts.jsonl", "checkpoints"))
 
 
 def open_run(path: Path) -> Run:

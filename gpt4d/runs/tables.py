@@ -12,7 +12,8 @@ from rich.table import Table
 from gpt4d.config import Change
 from gpt4d.runs.summary import AVERAGED_LINES, Run, State, differing_keys
 
-_STYLES = {State.RUNNING: "cyan", State.FINISHED: "green", State.FAILED: "red", State.INTERRUPTED: "yellow"}
+_STYLES = {State.RUNNING: "cyan", State.FINISHED: "green", State.INTERRUPTED: "yellow"}
+_STYLES |= dict.fromkeys((State.FAILED, State.UNREADABLE), "red")
 _MAX_SETTINGS = 8
 _WIDTH = 200  # characters per line where the output is not a terminal
 
@@ -48,7 +49,7 @@ def runs_table(runs: Sequence[Run], names: Mapping[str, str] | None = None) -> T
         cells += map(_loss, (run.loss, run.validation_loss, *(run.set_losses.get(name) for name in sets)))
         cells += [speed, "" if run.left_s is None else duration(run.left_s), _date(history.time)]
         table.add_row(*cells)
-    notes = [f"{run.path}: {run.history.problem}" for run in runs if run.history.problem]
+    notes = [f"{run.path}: {run.problem}" for run in runs if run.problem]
     if len(keys) > _MAX_SETTINGS:
         notes.append(f"{len(keys) - _MAX_SETTINGS} more setting(s) differ: {', '.join(keys[_MAX_SETTINGS:])}")
     table.caption = escape("\n".join(notes)) if notes else None
@@ -83,4 +84,7 @@ def _loss(loss: float | None) -> str:
 
 
 def _date(seconds: float | None) -> str:
-    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+    try:
+        return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+    except (OverflowError, ValueError, OSError):  # a damaged line
+        return ""

@@ -1,6 +1,7 @@
 """The trackers of ``logging.trackers``: checks of their packages and settings, and their start."""
 
 import os
+import re
 import uuid
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -9,13 +10,14 @@ from typing import NamedTuple
 
 from gpt4d import activity
 from gpt4d.config import Config, ConfigError
+from gpt4d.files import read_regular
 from gpt4d.trackers.mlflow import MlflowTracker
 from gpt4d.trackers.run_trackers import RunTrackers
 from gpt4d.trackers.tensorboard import TensorBoardTracker
 from gpt4d.trackers.tracker import Tracker
 from gpt4d.trackers.trackio import TrackioTracker
 from gpt4d.trackers.wandb import WandbTracker
-from gpt4d.writing import required_file
+from gpt4d.writing import replace_file, required_file
 
 
 class _Entry(NamedTuple):
@@ -84,6 +86,8 @@ def _run_id(run_dir: Path) -> str:
     """Return the id of the run, which its first start has chosen."""
     path = run_dir / "run_id"
     with required_file(path):
-        if not path.exists():
-            path.write_text(uuid.uuid4().hex[:12])
-        return path.read_text()
+        found = read_regular(path).decode("ascii", "replace")
+        if not re.fullmatch("[0-9a-f]{12}", found):  # a new run, or a damaged file
+            found = uuid.uuid4().hex[:12]
+            replace_file(path, found)
+        return found
