@@ -28,6 +28,7 @@ from gpt4d.config import (
     expand_cluster,
     format_for_hydra,
     known_keys,
+    launchers,
     to_config_error,
     value_of,
 )
@@ -249,8 +250,8 @@ def _ignore_ctrl_c() -> None:
 
 def end_with_sweep() -> None:
     """End this process when its sweep ends. Without a sweep, do nothing."""
-    if pipe := os.environ.get(_SWEEP_PIPE):
-        end_with_parent(int(pipe))
+    if pipe := launchers.number(os.environ, _SWEEP_PIPE, 0):
+        end_with_parent(pipe)
 
 
 def execute(jobs: Sequence[Job], program: Sequence[str], launch: Launch, task: ArrayTask | None = None) -> None:
@@ -308,8 +309,9 @@ def job_environment(launch: Launch, number: int) -> dict[str, str]:
     """
     environment = {**os.environ, SWEEP_JOB: str(number)}
     if launch.master and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        port = int(launch.master.rpartition(":")[2]) + _PORT_STEP * (number % 2)
-        environment |= {"MASTER_ADDR": launch.master.rpartition(":")[0], "MASTER_PORT": str(port)}
+        port = int(launch.master.rpartition(":")[2])
+        step = _PORT_STEP if port + _PORT_STEP <= launchers.LARGEST_PORT else -_PORT_STEP
+        environment |= {"MASTER_ADDR": launch.master.rpartition(":")[0], "MASTER_PORT": str(port + step * (number % 2))}
     return environment
 
 

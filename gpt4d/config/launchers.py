@@ -8,11 +8,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpt4d.config.fields import ConfigError
+from gpt4d.config.fields import LARGEST_DEVICES, ConfigError
+from gpt4d.files import read_regular
 
 Environment = Mapping[str, str]
 
 _TORCH_PORT = 29500  # the default of torchrun
+LARGEST_PORT = 65535
+_LARGEST_ID = 10**12  # of a job or of a step
 _FIRST_PORT, _PORTS = 20000, 12000  # below the kernel's ephemeral ports
 _RESTART_PORTS = 4999  # distance between the ports of a Slurm job's starts; not a multiple of the jobs' distance, 64
 
@@ -61,7 +64,9 @@ class Launcher:
                 f"MASTER_ADDR: not set, and {self.program} does not name the host of rank 0; set it to the output of "
                 f"`{self.find_host}`"
             )
-        return f"{host}:{environment.get('MASTER_PORT') or self.port(environment)}"
+        if not _is_host(host):
+            raise ConfigError(f"MASTER_ADDR={_shown(host)}: not the name of a host; set it to the host of rank 0")
+        return f"{host}:{number(environment, 'MASTER_PORT', 0, 1, LARGEST_PORT) or self.port(environment)}"
 
 
 def innermost(environment: Environment) -> Launcher | None:
@@ -72,30 +77,96 @@ def innermost(environment: Environment) -> Launcher | None:
     return next((launcher for launcher in LAUNCHERS if launcher.started(environment)), None)
 
 
-def first_host(nodes: str) -> str:
-    """Return the first host of Slurm's compressed list: ``nid[001-004,7],login1`` → ``nid001``."""
+def number(
+    environment: Environment,
+    name: str,
+    default: int | None = None,
+    at_least: int = 0,
+    at_most: int = LARGEST_DEVICES,
+) -> int:
+    """Return the number in a variable of a launcher; ``default`` if the variable is empty or not set.
+
+    Raises ConfigError, which names variable, value and launcher, if it is no number within the limits. ``default``:
+    None for a variable that must be set.
+    """
+    text = environment.get(name, "").strip()
+    if not text and default is not None:
+        return default
+    if name not in environment:
+        raise _wrong(name, None, "not set")
+    if not re.fullmatch(r"-?[0-9]{1,18}", text):
+        raise _wrong(name, text, "not a number")
+    if not at_least <= int(text) <= at_most:
+        raise _wrong(name, text, f"not a number from {at_least} to {at_most}")
+    return int(text)
+
+
+def first_host(nodes: str, name: str = "SLURM_STEP_NODELIST") -> str:
+    """Return the first host of Slurm's compressed list: ``nid[001-004,7],login1`` → ``nid001``.
+
+    Raises ConfigError, which names the variable ``name``, if it is no such list.
+    """
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodes)
-    assert match, nodes
-    return match[1] + (match[2] or "") + match[3]
+    host = match[1] + (match[2] or "") + match[3] if match else ""
+    if not _is_host(host):
+        raise _wrong(name, nodes, "not a list of nodes")
+    return host
 
 
-def tasks_on_node(tasks_per_node: str, node: int) -> int:
-    """Return the number of tasks on node ``node`` (from 0) of Slurm's compressed list: ``4(x2),3`` means 4, 4, 3."""
-    counts = []
+def tasks_on_node(tasks_per_node: str, node: int, name: str = "SLURM_STEP_TASKS_PER_NODE") -> int:
+    """Return the number of tasks on node ``node`` (from 0) of Slurm's compressed list: ``4(x2),3`` means 4, 4, 3.
+
+    Raises ConfigError, which names the variable ``name``, if it is no such list or has no such node.
+    """
+    nodes = 0
     for entry in tasks_per_node.split(","):
-        tasks, _, times = entry.rstrip(")").partition("(x")
-        counts += [int(tasks)] * int(times or 1)
-    return counts[node]
+        match = re.fullmatch(r"([1-9][0-9]{0,5})(?:\(x([1-9][0-9]{0,8})\))?", entry)
+        if not match:
+            raise _wrong(name, tasks_per_node, "not a list of tasks per node")
+        nodes += int(match[2] or 1)
+        if node < nodes:
+            return int(match[1])
+    raise _wrong(name, tasks_per_node, f"it has no node {node}")
+
+
+# By the beginning of a variable's name: the program that sets it.
+_PROGRAMS = {
+    "FLUX_": "flux run", "JSM_": "jsrun", "LSB_": "LSF", "OMPI_": "mpirun", "SLURM_ARRAY_": "sbatch --array",
+    "SLURM_": "Slurm", "PALS_": "mpiexec", "PMI_": "mpiexec", "GPT4D_": "the sweep",
+}  # fmt: skip
+
+
+def _wrong(name: str, value: str | None, problem: str) -> ConfigError:
+    program = next((program for prefix, program in _PROGRAMS.items() if name.startswith(prefix)), "torchrun")
+    given = "" if value is None else f"={_shown(value)}"
+    return ConfigError(f"{name}{given}: {problem}; {program} sets it")
+
+
+def _is_host(text: str) -> bool:
+    """Return whether a text can be the name or address of a host, which torch's store encodes as labels of a domain."""
+    labels = text.removesuffix(".").split(".")
+    return text.isascii() and text.isprintable() and " " not in text and all(0 < len(label) < 64 for label in labels)
+
+
+def _shown(value: str) -> str:
+    """Return a value for a message of one line."""
+    shown = value if value.isprintable() else ascii(value)
+    return shown if len(shown) <= 80 else f"{shown[:80]}…"
 
 
 def _number(*names: str, default: int = 1) -> Callable[[Environment], int]:
-    """Return a function that reads the first variable that is set."""
-    return lambda environment: next((int(environment[name]) for name in names if environment.get(name)), default)
+    """Return a function that reads the first variable that is set, a number of ranks."""
+
+    def read(environment: Environment) -> int:
+        name = next((name for name in names if environment.get(name)), names[-1])
+        return number(environment, name, default, at_least=1)
+
+    return read
 
 
 def _text(*names: str) -> Callable[[Environment], str]:
-    """Return a function that joins the variables that are set."""
-    return lambda environment: ".".join(environment[name] for name in names if environment.get(name))
+    """Return a function that joins the variables that are set, as ASCII."""
+    return lambda environment: ascii(".".join(environment[name] for name in names if environment.get(name)))[1:-1]
 
 
 def _port_of(start: Callable[[Environment], str]) -> Callable[[Environment], int]:
@@ -109,13 +180,14 @@ def _port_of(start: Callable[[Environment], str]) -> Callable[[Environment], int
 
 
 def _torchrun_start(environment: Environment) -> str:
-    run = environment.get("TORCHELASTIC_RUN_ID")
-    return f"{run}.{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}" if run else ""
+    run = _text("TORCHELASTIC_RUN_ID")(environment)
+    return f"{run}.{number(environment, 'TORCHELASTIC_RESTART_COUNT', 0)}" if run else ""
 
 
 def _slurm_numbers(environment: Environment) -> tuple[int, int, int]:
     """Return the numbers of the job, of its step and of its restart."""
-    job, step, restart = (int(environment.get(f"SLURM_{name}") or 0) for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
+    names = ("JOB_ID", "STEP_ID", "RESTART_COUNT")
+    job, step, restart = (number(environment, f"SLURM_{name}", 0, at_most=_LARGEST_ID) for name in names)
     return job, step, restart
 
 
@@ -126,15 +198,19 @@ def _slurm_port(environment: Environment) -> int:
 
 
 def _lines(environment: Environment, name: str) -> list[str]:
-    """Return the lines of the file that a variable names; none if this node does not have the file."""
+    """Return the lines of the file that a variable names; none if this node has no such regular file."""
     with suppress(OSError):
-        return Path(environment[name]).read_text().split() if environment.get(name) else []
+        if environment.get(name):
+            return read_regular(Path(environment[name])).decode(errors="replace").split()
     return []
 
 
 def _lsf_hosts(environment: Environment) -> dict[str, int]:
     """Return the slots of each host of an LSF job, in order."""
     if words := environment.get("LSB_MCPU_HOSTS", "").split():
+        slots_known = all(re.fullmatch("[0-9]{1,9}", word) for word in words[1::2])
+        if len(words) % 2 or not slots_known or not all(map(_is_host, words[::2])):
+            raise _wrong("LSB_MCPU_HOSTS", environment["LSB_MCPU_HOSTS"], "not a list of hosts and slots")
         return dict(zip(words[::2], map(int, words[1::2]), strict=True))
     return Counter(_lines(environment, "LSB_DJOB_HOSTFILE"))
 
@@ -150,7 +226,7 @@ def _jsrun_host(environment: Environment) -> str:
 def _allocation_host(environment: Environment) -> str:
     """Return the first host of the job in which mpirun was called: mpirun starts rank 0 there."""
     if nodes := environment.get("SLURM_JOB_NODELIST"):
-        return first_host(nodes)
+        return first_host(nodes, "SLURM_JOB_NODELIST")
     return [*_lines(environment, "PBS_NODEFILE"), *_lsf_hosts(environment), ""][0]
 
 
@@ -166,6 +242,7 @@ def _pals_size(environment: Environment) -> int:
     return size
 
 
+_FLUX_SIZE = _number("FLUX_JOB_SIZE")
 _PALS_LOCAL = _number("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE")
 
 # A launcher comes before the launchers in whose jobs it runs. Some set variables of another one too, with equal values:
@@ -187,9 +264,9 @@ LAUNCHERS = (
         markers=("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
         rank="FLUX_TASK_RANK",
         local_rank="FLUX_TASK_LOCAL_ID",
-        world_size=_number("FLUX_JOB_SIZE"),
+        world_size=_FLUX_SIZE,
         # Flux distributes tasks evenly; the first nodes have the remainder.
-        local_world_size=lambda env: -(-int(env["FLUX_JOB_SIZE"]) // int(env["FLUX_JOB_NNODES"])),
+        local_world_size=lambda env: -(-_FLUX_SIZE(env) // number(env, "FLUX_JOB_NNODES", at_least=1)),
         host=lambda environment: "",
         start=_text("FLUX_JOB_ID"),
         port=_port_of(_text("FLUX_JOB_ID")),
@@ -226,8 +303,10 @@ LAUNCHERS = (
         rank="SLURM_PROCID",
         local_rank="SLURM_LOCALID",
         world_size=_number("SLURM_STEP_NUM_TASKS"),
-        local_world_size=lambda env: tasks_on_node(env["SLURM_STEP_TASKS_PER_NODE"], int(env["SLURM_NODEID"])),
-        host=lambda environment: first_host(environment["SLURM_STEP_NODELIST"]),
+        local_world_size=lambda env: tasks_on_node(
+            env.get("SLURM_STEP_TASKS_PER_NODE", ""), number(env, "SLURM_NODEID")
+        ),
+        host=lambda environment: first_host(environment.get("SLURM_STEP_NODELIST", "")),
         start=lambda environment: ".".join(map(str, _slurm_numbers(environment))),
         port=_slurm_port,
     ),

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpt4d.config.launchers import innermost
+from gpt4d.config.launchers import innermost, number, tasks_on_node
 from gpt4d.config.schema import ClusterConfig, LevelConfig
 
 _UNLIMITED_BYTES = 2**60  # a larger limit means that the control group is not limited
@@ -159,8 +159,9 @@ def ranks_and_nodes(environment: Mapping[str, str]) -> tuple[int | None, int]:
         return local, -(-launcher.world_size(environment) // local)
     for prefix in ("SLURM_STEP_", "SLURM_"):
         if tasks := environment.get(f"{prefix}TASKS_PER_NODE"):  # 4(x2),3 means 4, 4, 3
-            nodes = environment.get(f"{prefix}NUM_NODES") or environment.get("SLURM_JOB_NUM_NODES", "1")
-            return int(tasks.split(",")[0].partition("(")[0]), int(nodes)
+            own = f"{prefix}NUM_NODES"
+            nodes = number(environment, own if environment.get(own) else "SLURM_JOB_NUM_NODES", 1, at_least=1)
+            return tasks_on_node(tasks, 0, f"{prefix}TASKS_PER_NODE"), nodes
     return None, 1
 
 

@@ -18,6 +18,7 @@ from typing import IO, NamedTuple
 
 from gpt4d import activity
 from gpt4d.config import ConfigError
+from gpt4d.config.launchers import number
 from gpt4d.files import open_regular
 from gpt4d.writing import warn
 
@@ -43,7 +44,7 @@ class Holder(NamedTuple):
 
     @classmethod
     def this_process(cls) -> "Holder":
-        restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        restart = number(os.environ, "SLURM_RESTART_COUNT", 0)
         return cls(socket.gethostname(), os.getpid(), time.time(), os.environ.get("SLURM_JOB_ID"), restart)
 
     def requeued_as(self, other: "Holder") -> bool:

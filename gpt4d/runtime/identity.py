@@ -27,7 +27,7 @@ def job_key(launch: Launch, directory: Path | None = None) -> bytes:
     Raises ConfigError if the secret can be neither read nor created.
     """
     secret = os.environ.get(VARIABLE) or _shared_secret(directory or _user_directory())
-    return hmac.digest(secret.encode(), start_name(launch).encode(), "sha256")
+    return hmac.digest(os.fsencode(secret), start_name(launch).encode(), "sha256")
 
 
 def start_name(launch: Launch) -> str:

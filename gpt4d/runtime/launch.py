@@ -8,11 +8,11 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt4d.config import ConfigError, NodeError
-from gpt4d.config.launchers import innermost
+from gpt4d.config.launchers import innermost, number
+from gpt4d.files import open_regular
 
 if TYPE_CHECKING:
     import torch
@@ -37,16 +37,16 @@ class Launch:
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Launch":
         """Read the variables of the innermost launcher; without a launcher, return a world of one rank.
 
-        Raises ConfigError if a variable is missing.
+        Raises ConfigError if a variable is missing or has no value that a launcher sets.
         """
-        launcher, sweep_job = innermost(environment), int(environment.get(SWEEP_JOB, 0))
+        launcher, sweep_job = innermost(environment), number(environment, SWEEP_JOB, 0)
         world_size = launcher.world_size(environment) if launcher else 1
         if launcher is None or world_size == 1:
             return cls(sweep_job=sweep_job)
         return cls(
-            rank=int(environment[launcher.rank]),
+            rank=number(environment, launcher.rank),
             world_size=world_size,
-            local_rank=int(environment.get(launcher.local_rank, 0)),
+            local_rank=number(environment, launcher.local_rank, 0),
             local_world_size=launcher.local_world_size(environment),
             master=launcher.address(environment),
             sweep_job=sweep_job,
@@ -55,12 +55,17 @@ class Launch:
 
     @classmethod
     def for_errors(cls, environment: Mapping[str, str] = os.environ) -> "Launch":
-        """Return only the ranks, which are known even if a variable is missing, and the job of a sweep."""
-        launcher, sweep_job = innermost(environment), int(environment.get(SWEEP_JOB, 0))
+        """Return only the ranks and the job of a sweep; 0 for a variable that is missing or wrong."""
+
+        def known(name: str) -> int:
+            with suppress(ConfigError):
+                return number(environment, name, 0)
+            return 0
+
+        launcher, sweep_job = innermost(environment), known(SWEEP_JOB)
         if launcher is None:
             return cls(sweep_job=sweep_job)
-        rank, local_rank = (int(environment.get(name, 0)) for name in (launcher.rank, launcher.local_rank))
-        return cls(rank, local_rank=local_rank, sweep_job=sweep_job)
+        return cls(known(launcher.rank), local_rank=known(launcher.local_rank), sweep_job=sweep_job)
 
 
 @dataclass(frozen=True)
@@ -76,14 +81,14 @@ class ArrayTask:
         """Return the task; None outside an array. Raises ConfigError unless the array's task ids are consecutive."""
         if "SLURM_ARRAY_TASK_ID" not in environment:
             return None
-        names = ("ID", "MIN", "MAX", "COUNT")
-        number, first, last, count = (int(environment[f"SLURM_ARRAY_TASK_{name}"]) for name in names)
+        task, first, last = (number(environment, f"SLURM_ARRAY_TASK_{name}") for name in ("ID", "MIN", "MAX"))
+        count = number(environment, "SLURM_ARRAY_TASK_COUNT", at_least=1)
         if last - first + 1 != count:
             raise ConfigError(
                 f"--array: {count} task ids from {first} to {last} have gaps; use --array=0-{count - 1}, whose tasks "
                 "share all unfinished jobs of the sweep"
             )
-        return cls(number, number - first, count)
+        return cls(task, task - first, count)
 
     def takes(self, job: int) -> bool:
         """Return whether this task trains job number ``job`` (from 0) of a sweep."""
@@ -110,5 +115,6 @@ def print_error(message: str) -> None:
     """Print one line to stderr. Under torchrun, also write it to the file that torchrun reports at the end."""
     print(f"error: {message}", file=sys.stderr, flush=True)
     if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        with suppress(OSError):  # a full disk must not hide the error
-            Path(report).write_text(json.dumps({"message": f"error: {message}", "timestamp": int(time.time())}))
+        # A full disk must not hide the error, nor a FIFO delay it.
+        with suppress(OSError), open(report, "w", opener=open_regular) as file:
+            json.dump({"message": f"error: {message}", "timestamp": int(time.time())}, file)

@@ -1,7 +1,11 @@
 """Rank, world size and address from the variables of each launcher, and of launchers inside jobs of other launchers."""
 
+import os
+import re
+
 import pytest
 
+from gpt4d.config import ConfigError
 from gpt4d.config.launchers import first_host, innermost, tasks_on_node
 from gpt4d.config.machine import ranks_and_nodes
 from gpt4d.runtime.launch import ArrayTask, Launch
@@ -200,3 +204,84 @@ def test_first_host(nodes, first):
 
 def test_tasks_on_node():
     assert [tasks_on_node("4(x2),3", node) for node in range(3)] == [4, 4, 3]
+
+
+class ReadVariables(dict):
+    """An environment that notes the names of the variables that are read."""
+
+    def __init__(self, environment):
+        super().__init__(environment)
+        self.names = set()
+
+    def get(self, name, default=None):
+        self.names.add(name)
+        return super().get(name, default)
+
+    def __contains__(self, name):
+        self.names.add(name)
+        return super().__contains__(name)
+
+    def __getitem__(self, name):
+        self.names.add(name)
+        return super().__getitem__(name)
+
+
+ENVIRONMENTS = {
+    "torchrun": TORCHRUN, "srun": SLURM_STEP, "jsrun": JSRUN, "flux": FLUX | {"MASTER_ADDR": "a1"}, "mpirun": MPIRUN,
+    "mpirun in Slurm": MPIRUN_IN_SLURM, "mpirun in LSF": MPIRUN | {"LSB_MCPU_HOSTS": "a1 1 a2 4"}, "PALS": PALS,
+    "sweep": TORCHRUN | {"GPT4D_SWEEP_JOB": "3"}, "array": ARRAY_TASK, "batch": {"SLURM_TASKS_PER_NODE": "4"},
+}  # fmt: skip
+HOSTILE = [
+    "", " ", "abc", "-1", "0", "1e9", "65536", "70000000", "9" * 30, "9" * 5000, "２", "1_0", "2(x999999999)", "2(x0)",
+    "4(x", "999999999(x9)", "[", ",", "[1-2]", "a 1 b", "a 1 b c", "a" * 300, "a..b", "a b", "\udcff", "a\nb", "ü",
+    "/dev/zero", "/",
+]  # fmt: skip
+
+
+def read_all(environment):
+    """Read every variable of a launcher, and check that the values can be used."""
+    launch = Launch.from_environment(environment)
+    ranks_and_nodes(environment)
+    ArrayTask.from_environment(environment)
+    assert launch.rank >= 0 and launch.local_rank >= 0 and launch.local_world_size >= 1 and launch.start.isascii()
+    assert launch.master is None or 0 < port_of(launch) < 65536
+
+
+@pytest.mark.parametrize("launcher", ENVIRONMENTS)
+def test_a_wrong_variable_of_a_launcher_is_one_line_that_names_it(tmp_path, pbs_job, launcher):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    given = ENVIRONMENTS[launcher] | pbs_job
+    variables = ReadVariables(given)
+    read_all(variables)
+    wrong = []
+    for name in sorted(variables.names):
+        for value in [*HOSTILE, str(fifo)]:
+            environment = given | {name: value}
+            Launch.for_errors(environment)
+            try:
+                read_all(environment)
+            except ConfigError as error:
+                line = str(error)
+                named = re.match("[A-Z0-9_]+[=:]|--array: ", line)
+                if not named or not line.isprintable() or len(line) > 250:
+                    wrong.append((name, value[:20], line))
+            except Exception as error:
+                wrong.append((name, value[:20], repr(error)))
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("variables", "line"),
+    [
+        ({"RANK": "abc"}, "^RANK=abc: not a number; torchrun sets it"),
+        ({"WORLD_SIZE": "0"}, "^WORLD_SIZE=0: not a number from 1 to 1000000; torchrun sets it"),
+        ({"MASTER_PORT": "65536"}, "^MASTER_PORT=65536: not a number from 1 to 65535; torchrun sets it"),
+        ({"MASTER_ADDR": "a..b"}, "^MASTER_ADDR=a..b: not the name of a host; set it to the host of rank 0"),
+        (FLUX | {"FLUX_TASK_RANK": ""}, "^FLUX_TASK_RANK=: not a number; flux run sets it"),
+        (SLURM_STEP | {"SLURM_NODEID": "7"}, "^SLURM_STEP_TASKS_PER_NODE=4(x3): it has no node 7; Slurm sets it"),
+    ],
+)
+def test_the_line_of_a_wrong_variable(variables, line):
+    environment = variables if "SLURM_NODEID" in variables or "FLUX_JOB_ID" in variables else TORCHRUN | variables
+    assert not wrong_messages([(environment, line)], Launch.from_environment)
