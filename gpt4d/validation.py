@@ -1,6 +1,6 @@
 """The validation of a run: every check that needs no process group, in one call. No torch here."""
 
-from gpt4d.config import Config, check_pipeline, check_unused, check_values
+from gpt4d.config import Config, check_pipeline, check_run, check_unused, check_values
 from gpt4d.evaluation.tasks import check_names, named_as_in_training
 from gpt4d.model import registry
 from gpt4d.optim.schedule import check_schedule
@@ -20,6 +20,7 @@ def validate(config: Config, world_size: int) -> ParallelPlan:
     check_values(config, family)
     check_pipeline(config)
     tasks.get(family.task).check(config)
+    check_run(config)  # whose name may follow from the name of the data
     check_unused(config)
     check_trackers(config)
     if config.train.epochs is None:  # else the data determine the number of steps

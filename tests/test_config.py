@@ -37,6 +37,7 @@ _FIRST = {model.partition("_")[0]: model for model in reversed(SHIPPED_MODELS)}.
 ONE_OF_EACH_FAMILY = [model if model in _FIRST else full(model) for model in SHIPPED_MODELS]
 
 
+BAD_NAMES = ("..", ".", "../x", "a/../../x", "a//b", "/a", "a/", "a\x1b[31mb", "a\x7fb", "a\u202eb", "a\u200fb")
 YARN = "model=llama_tiny model.rope_scaling=yarn model.rope_factor=2 model.rope_original_positions=128"
 MISTAKES_OF_WORDS = [  # settings that cannot be composed, and a part of the message
     ("parallel.gxx=2", "parallel.gxx: there is no such key; did you mean parallel.gx?"),
@@ -125,6 +126,10 @@ MISTAKES = [  # settings of a run on one device that can be composed, and a part
     ("data.name=..", "data.name='..': it names a directory"),
     ("data.name=''", "data.name='': it names a directory"),
     ("run.name=''", "run.name='': a run needs one; set it, or leave it out"),
+    *((f"run.name='{name}'", f"^run.name={ascii(name)[1:-1]}: has a part") for name in BAD_NAMES),
+    *((f"run.dir='{path}'", f"^run.dir={path}: the root directory; use") for path in ("/", "//", "/tmp/..")),
+    ("run.name='a\0b'", r"^run.name='a\x00b': has the character NUL"),
+    ("data=text data.path='a\0b'", r"^data.path='a\x00b': has the character NUL"),
     ("run.dir=''", "run.dir='': a run needs one"),
     ("run.dry=true run.world_size=1000000000000", "run.world_size=1000000000000: use a value of at most"),
     ("cluster=local cluster.atp_gb_s={2x4:[inf,1]}", "not a map of meshes to two bandwidths"),

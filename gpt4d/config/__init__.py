@@ -7,6 +7,7 @@ from gpt4d.config.batch_ramp import batch_size_at, batch_sizes, samples_of, step
 from gpt4d.config.checks import (
     FLOAT8_MULTIPLE,
     Divisibility,
+    check_run,
     check_values,
     chunk_problem,
     grid_problem,

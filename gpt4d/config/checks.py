@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from gpt4d.config.batch_ramp import batch_sizes, ramp_text
@@ -155,6 +156,18 @@ class ModelFamily(Protocol):
 
     def describe(self, config: Any) -> Any:
         """Return the model's description, which has ``blocks``."""
+
+
+def check_run(config: Config) -> None:
+    """Raise ConfigError unless the name of the run stays inside its directory, and can be printed."""
+    name = config.run.name
+    if not name.isprintable() or not {"", ".", ".."}.isdisjoint(name.split("/")):
+        raise ConfigError(
+            f"run.name={ascii(name)[1:-1]}: has a part '.', '..' or '', or a character that cannot be printed; use a "
+            "plain name, and run.dir for the path of a directory"
+        )
+    if Path(config.run.dir).resolve() == Path("/"):
+        raise ConfigError(f"run.dir={config.run.dir}: the root directory; use a directory for this run")
 
 
 def check_values(config: Config, family: ModelFamily) -> None:

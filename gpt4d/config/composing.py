@@ -50,6 +50,9 @@ def to_config(composed) -> Config:
     added = {key for key in flattened(values, ".") if not known & set(_prefixes(key))}
     if added:
         raise unknown_key(min(added))
+    for key, value in flattened(values, ".").items():
+        if any("\0" in text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)):
+            raise ConfigError(f"{key}={value!a}: has the character NUL, which no name and no path contains; remove it")
     config = cast(Config, OmegaConf.to_object(composed))
     if config.lora.rank:
         config.model = replace(config.model, lora=config.lora)

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from gpt4d.config import ConfigError
+from gpt4d.files import open_regular
 from gpt4d.runtime.launch import Launch
 
 VARIABLE = "GPT4D_SECRET"
@@ -24,7 +25,7 @@ def job_key(launch: Launch, directory: Path | None = None) -> bytes:
             the secret; later starts use the same one. None: the user's cache directory. The variable GPT4D_SECRET
             replaces the file.
 
-    Raises ConfigError if the secret can be neither read nor created.
+    Raises ConfigError if the secret can be neither read nor created, or if others could have written it.
     """
     secret = os.environ.get(VARIABLE) or _shared_secret(directory or _user_directory())
     return hmac.digest(os.fsencode(secret), start_name(launch).encode(), "sha256")
@@ -43,7 +44,8 @@ def _shared_secret(directory: Path) -> str:
         secret = _read(path)
     except OSError as error:
         raise ConfigError(
-            f"{path}: {error.strerror}; make the directory writable, or set {VARIABLE} to one text on all ranks"
+            f"{path}: {error.strerror}; make the directory writable and the file your own, or set {VARIABLE} to one "
+            "text on all ranks"
         ) from None
     if len(secret) != 2 * _BYTES:
         raise ConfigError(f"{path}: incomplete; remove it, and the next start creates it")
@@ -67,11 +69,27 @@ def _create(path: Path) -> None:
 def _read(path: Path) -> str:
     """Return the secret. Wait if the rank that creates the file has not written it yet."""
     deadline = time.monotonic() + WRITTEN_S
-    while len(secret := path.read_text(encoding="ascii", errors="replace")) < 2 * _BYTES:
+    while len(secret := _content(path)) < 2 * _BYTES:
         if time.monotonic() > deadline:
             break
         time.sleep(0.05)
     return secret
+
+
+def _content(path: Path) -> str:
+    """Return the content of the secret's file. Raises ConfigError if another user can have written or read it."""
+
+    def open_own(name: str, flags: int) -> int:
+        return open_regular(name, flags | os.O_NOFOLLOW)
+
+    with open(path, encoding="ascii", errors="replace", opener=open_own) as file:
+        found = os.fstat(file.fileno())
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise ConfigError(
+                f"{path}: user {found.st_uid} owns it, with mode {found.st_mode & 0o777:04o}, but a secret must be "
+                "your own with mode 0600; remove it, and the next start creates it"
+            )
+        return file.read(2 * _BYTES + 1)
 
 
 def _user_directory() -> Path:

@@ -1,6 +1,7 @@
 """Jobs that share a port, and clients without the secret, change nothing in a job."""
 
 import functools
+import os
 import random
 import socket
 import struct
@@ -21,6 +22,7 @@ from gpt4d.runtime.identity import job_key
 from gpt4d.runtime.job_store import JobStore
 from gpt4d.runtime.launch import Launch
 from gpt4d.runtime.watchdog import Watchdog
+from tests.support.data_files import one_line
 from tests.support.faults import at_step, losses, shorten_timeouts
 from tests.support.grids import train_in_rank
 from tests.support.jobs import TIMEOUT_S, LaunchedJob, free_port
@@ -195,11 +197,33 @@ def test_ranks_that_start_together_create_one_secret_that_only_the_user_can_read
 
 def test_a_secret_that_cannot_be_used_is_reported_with_its_path_and_the_remedy(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"file/\.secret: .*; make the directory writable, or set GPT4D_SECRET"):
+    with pytest.raises(ConfigError, match=r"file/\.secret: .*; make the directory writable and the file"):
         job_key(Launch(), tmp_path / "file")
     monkeypatch.setattr(identity, "WRITTEN_S", 0.0)
     (tmp_path / ".secret").write_text("abc")
+    (tmp_path / ".secret").chmod(0o600)
     with pytest.raises(ConfigError, match=r"\.secret: incomplete; remove it"):
+        job_key(Launch(), tmp_path)
+
+
+@pytest.mark.parametrize("plant", ["readable", "link", "other user", "FIFO", "directory"])
+def test_a_secret_that_others_can_know_is_one_line(tmp_path, monkeypatch, plant):
+    secret, known = tmp_path / ".secret", tmp_path / "known"
+    known.write_text("a" * 64)
+    known.chmod(0o600)
+    if plant == "link":
+        secret.symlink_to(known)
+    elif plant == "FIFO":
+        os.mkfifo(secret, 0o600)
+    elif plant == "directory":
+        secret.mkdir(0o700)
+    else:
+        known.rename(secret)
+    if plant == "readable":
+        secret.chmod(0o604)
+    if plant == "other user":
+        monkeypatch.setattr(os, "geteuid", lambda: secret.stat().st_uid + 1)
+    with one_line(rf"^{tmp_path}/\.secret: "):
         job_key(Launch(), tmp_path)
 
 
