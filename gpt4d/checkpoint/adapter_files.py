@@ -1,34 +1,48 @@
 """Low-rank adapters in the format of peft, and merged into the weights of a model."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from gpt4d.checkpoint import storage
-from gpt4d.config import LORA_TARGETS, ConfigError, LoraConfig, ModelConfig
+from gpt4d.checkpoint.model_directory import read_json
+from gpt4d.checkpoint.source_weights import TensorFiles
+from gpt4d.config import LORA_TARGETS, ConfigError, LoraConfig, ModelConfig, check_limits
 from gpt4d.model import registry
 from gpt4d.parallel.layers import lora_kernels
 from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.lora import A, B
 
-# Supported values of settings whose other values change the computation; the first one is the default.
+# Settings of peft that gpt4d reads, and settings without an effect on saved adapters of linear layers.
+_READ = "r", "lora_alpha", "target_modules"
+_WITHOUT_EFFECT = (
+    "auto_mapping",
+    "base_model_name_or_path",
+    "fan_in_fan_out",  # peft reads it from the layer
+    "inference_mode",
+    "lora_dropout",
+    "peft_version",
+    "revision",
+)
+# Values of further settings with which peft computes the same as gpt4d. All other settings must be null or false.
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
+    "task_type": ("CAUSAL_LM", None),
     "bias": ("none",),
-    "use_rslora": (False,),
-    "use_dora": (False,),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "modules_to_save": (None, []),
-    "lora_bias": (False,),
+    "init_lora_weights": (True, False, "gaussian"),  # the others change the weights of the model
+    "layers_to_transform": (None,),  # false is the first layer
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "loftq_config": ({}, None),
+    "megatron_core": ("megatron.core", None),
+    "qalora_group_size": (16,),
 }
-_SETTINGS, _WEIGHTS, _PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+SETTINGS, _WEIGHTS, _PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 
 
 Reader = Callable[[str], torch.Tensor]  # returns a global tensor by its name
@@ -63,7 +77,7 @@ def write(out: Path, read: Reader, model: ModelConfig) -> None:
         weight = f"{layer}.weight"
         names = [name.removesuffix(".weight") for name in adapter.names(weight, model)]
         a, b = read(f"{layer}.{A}").float(), read(f"{layer}.{B}").float()
-        transposed |= _stores_rows_first(layer, b, adapter, model)
+        transposed |= _stores_rows_first(layer, b.shape, adapter, model)
         for name, part, columns in zip(names, a.chunk(len(names), 1), adapter.to_hf(weight, b, model), strict=True):
             modules.add(".".join(name.split(".")[-2:]))
             tensors[f"{_PREFIX}{name}.lora_A.weight"] = part.t().contiguous()
@@ -81,9 +95,9 @@ def write(out: Path, read: Reader, model: ModelConfig) -> None:
         "target_modules": sorted(modules),
         "inference_mode": True,
     }
-    (out / _SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    (out / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     save_file(tensors, out / _WEIGHTS, {"format": "pt"})
-    (out / _WEIGHTS).chmod((out / _SETTINGS).stat().st_mode)  # safetensors creates it unreadable for others
+    (out / _WEIGHTS).chmod((out / SETTINGS).stat().st_mode)  # safetensors creates it unreadable for others
 
 
 def read(directory: Path, model: ModelConfig) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
@@ -92,66 +106,83 @@ def read(directory: Path, model: ModelConfig) -> tuple[LoraConfig, dict[str, tor
     A fused layer of which only some matrices have adapters, such as queries and values, gets zeros for its further
     matrices. Zeros remain zeros in a training. Raises ConfigError for settings and tensors without an equivalent.
     """
-    settings, tensors = _load(directory)
-    rank, alpha = settings.get("r"), settings.get("lora_alpha")
-    if not isinstance(rank, int) or not isinstance(alpha, int | float) or rank < 1:
-        raise ConfigError(f"adapter={directory}: r={rank} and lora_alpha={alpha} in {_SETTINGS}; correct them")
-    found, targets = dict[str, torch.Tensor](), set[str]()
-    for layer, spec in _adapted_layers(replace(model, lora=LoraConfig(rank, float(alpha)))).items():
-        own = _read_layer(directory, tensors, layer, spec, model)
+    source = f"adapter={directory}"
+    lora, modules = _read_settings(source, read_json(source, directory / SETTINGS))
+    files = TensorFiles(source, [directory / _WEIGHTS])
+    files.check_dtypes(files.names)
+    found, targets, unread = dict[str, torch.Tensor](), set[str](), {*files.names}
+    for layer, spec in _adapted_layers(replace(model, lora=lora)).items():
+        own = _read_layer(files, modules, unread, layer, spec, model)
         if own:
             targets.add(layer.rpartition(".")[2])
             found |= own
-    if tensors or not found:
-        problem = f"{min(tensors)} is not an adapter of a layer" if tensors else "no adapters of layers"
-        raise ConfigError(
-            f"adapter={directory}: {problem} that gpt4d supports; use adapters of linear layers of blocks"
-        )
-    used = LoraConfig(rank, float(alpha), [target for target in LORA_TARGETS if target in targets])
+    if unread or not found:
+        problem = f"{min(unread)} is not an adapter of a layer" if unread else "no adapters of layers"
+        raise ConfigError(f"{source}: {problem} that gpt4d supports; use adapters of linear layers of blocks")
+    used = replace(lora, targets=[target for target in LORA_TARGETS if target in targets])
     order = [name for name in storage.shapes(replace(model, lora=used)) if name.endswith((A, B))]
     if missing := [name for name in order if name not in found]:
-        raise ConfigError(f"adapter={directory}: {missing[0]} is missing; all blocks must have the same adapters")
+        raise ConfigError(f"{source}: {missing[0]} is missing; all blocks must have the same adapters")
     return used, {name: found[name] for name in order}
 
 
-def _load(directory: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return the settings and the tensors in a directory. Raises ConfigError if they cannot be used."""
+def _read_settings(source: str, settings: dict[str, Any]) -> tuple[LoraConfig, list[str]]:
+    """Return gpt4d's settings and the target modules. Raises ConfigError if peft computes something else with them."""
+    for key, value in settings.items():
+        supported = _SUPPORTED.get(key, (None, False))
+        known = any(type(value) is type(other) and value == other for other in supported)
+        if key not in (*_READ, *_WITHOUT_EFFECT) and not known:
+            raise ConfigError(f"{source}: {key}={value!r:.80} is not supported; use adapters with {supported[0]!r}")
+    rank, alpha = settings.get("r", 8), settings.get("lora_alpha", 8)
+    if type(rank) is not int or type(alpha) not in (int, float):
+        raise ConfigError(f"{source}: r={rank!r:.80} and lora_alpha={alpha!r:.80} are not both numbers; correct them")
+    lora, modules = LoraConfig(rank, alpha), settings.get("target_modules")
     try:
-        settings, tensors = dict(json.loads((directory / _SETTINGS).read_bytes())), load_file(directory / _WEIGHTS)
-    except (OSError, ValueError, TypeError, SafetensorError) as error:
-        raise ConfigError(
-            f"adapter={directory}: no adapters of peft ({error}); use a directory with {_SETTINGS} and {_WEIGHTS}"
-        ) from None
-    for key, possible in _SUPPORTED.items():
-        if settings.get(key, possible[0]) not in possible:
-            raise ConfigError(f"adapter={directory}: {key}={settings[key]} is not supported; use {possible[0]}")
-    return settings, tensors
+        check_limits(lora, "lora.")
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error!s:.200}") from None
+    if rank < 1 or not isinstance(modules, list) or not all(isinstance(module, str) for module in modules):
+        raise ConfigError(f"{source}: r={rank}, target_modules={modules!r:.80}; use a rank above 0 and a list of names")
+    return replace(lora, alpha=float(alpha)), modules
 
 
 def _read_layer(
-    directory: Path, tensors: dict[str, torch.Tensor], layer: str, spec: LinearSpec, model: ModelConfig
+    files: TensorFiles, modules: list[str], unread: set[str], layer: str, spec: LinearSpec, model: ModelConfig
 ) -> dict[str, torch.Tensor]:
-    """Take the adapters of a layer from ``tensors`` and return gpt4d's parameters; empty if there are none."""
+    """Return gpt4d's parameters of a layer, and remove peft's tensors from ``unread``; empty if there are none.
+
+    Raises ConfigError unless the layers in ``modules`` have tensors, and no others.
+    """
     adapter, weight, b_shape = registry.of(model).hugging_face(), f"{layer}.weight", spec.own_parameters[B].shape
-    names = [f"{_PREFIX}{name.removesuffix('.weight')}" for name in adapter.names(weight, model)]
-    if not any(f"{name}.lora_A.weight" in tensors for name in names):
+    names = [name.removesuffix(".weight") for name in adapter.names(weight, model)]
+    adapted = [any(f".{name}".endswith(f".{module}") for module in modules) for name in names]
+    for name, targeted in zip(names, adapted, strict=True):
+        for tensor in (f"{_PREFIX}{name}.lora_A.weight", f"{_PREFIX}{name}.lora_B.weight"):
+            if targeted != (tensor in files.names):
+                problem = "is missing" if targeted else "belongs to no target module"
+                raise ConfigError(f"{files.source}: {tensor} {problem}, see target_modules; use an intact copy")
+    if not any(adapted):
         return {}
-    transposed, rows, columns = _stores_rows_first(layer, torch.empty(b_shape), adapter, model), [], []
-    for name, zeros in zip(names, adapter.to_hf(weight, torch.zeros(b_shape), model), strict=True):
-        a = tensors.pop(f"{name}.lora_A.weight", torch.zeros(b_shape[0], spec.in_features)).float()
-        b = tensors.pop(f"{name}.lora_B.weight", zeros.t() if transposed else zeros).float()
-        b = b.t().contiguous() if transposed else b
-        if a.shape != (b_shape[0], spec.in_features) or b.shape != zeros.shape:
-            raise ConfigError(f"adapter={directory}: {name} has adapters of other shapes; use adapters of this model")
+    rank, rows, columns = b_shape[0], [], []
+    transposed = _stores_rows_first(layer, b_shape, adapter, model)
+    shapes = [part.shape for part in adapter.to_hf(weight, torch.empty(b_shape, device="meta"), model)]
+    for name, shape, targeted in zip(names, shapes, adapted, strict=True):
+        a, b = torch.zeros(rank, spec.in_features), torch.zeros(shape)
+        if targeted:
+            pair = [f"{_PREFIX}{name}.lora_{half}.weight" for half in "AB"]
+            unread -= {*pair}
+            a = files.read(pair[0], a.shape)
+            b = files.read(pair[1], shape[::-1] if transposed else shape)
+            b = b.t().contiguous() if transposed else b
         rows.append(a.t())
         columns.append(b)
     b = adapter.from_hf(weight, columns, b_shape, model)
     return {f"{layer}.{A}": torch.cat(rows, 1).contiguous(), f"{layer}.{B}": b.contiguous()}
 
 
-def _stores_rows_first(layer: str, b: torch.Tensor, adapter: Any, model: ModelConfig) -> bool:
+def _stores_rows_first(layer: str, b_shape: Sequence[int], adapter: Any, model: ModelConfig) -> bool:
     """Return whether transformers stores the weight of a layer as [in, out], as GPT-2's layers are."""
-    one_row = b[:1]
+    one_row = torch.empty(1, *b_shape[1:], device="meta")
     return adapter.to_hf(f"{layer}.weight", one_row, model)[0].shape[0] == 1
 
 

@@ -5,7 +5,6 @@ Weights are converted tensor by tensor from file to file, so the model need not 
 
 import hashlib
 import itertools
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ import torch
 from tokenizers import Tokenizer
 
 from gpt4d.checkpoint import adapter_files, checkpoint_dir, lifecycle, storage, writer
-from gpt4d.checkpoint.model_directory import adapter_of, new_directory
+from gpt4d.checkpoint.model_directory import adapter_of, new_directory, read_json
 from gpt4d.checkpoint.source_weights import SourceWeights
 from gpt4d.config import ConfigError, ModelConfig
 from gpt4d.data import hub, tokenizers
@@ -40,11 +39,13 @@ def import_model(
     """
     directory = _find(source)
     if (directory / "model_index.json").exists():
-        scheduler = _read_json(source, directory / "scheduler" / "scheduler_config.json")
+        scheduler = read_json(f"source={source}", directory / "scheduler" / "scheduler_config.json")
         directory /= "unet"
-        values = _read_json(source, directory / "config.json") | {"scheduler": scheduler}
+        values = read_json(f"source={source}", directory / "config.json") | {"scheduler": scheduler}
     else:
-        values = _read_json(source, directory / "config.json")
+        values = read_json(f"source={source}", directory / "config.json")
+    if adapter_dir is None and (directory / adapter_files.SETTINGS).exists():  # transformers also loads these adapters
+        raise ConfigError(f"source={source}: contains {adapter_files.SETTINGS}; add adapter={directory}, or remove it")
     family = registry.family_of_hf(values.get("model_type") or values.get("_class_name"))
     adapter = adapter_of(family)
     model = _model(source, values, adapter)
@@ -90,15 +91,6 @@ def _find(source: str) -> Path:
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", source):
         raise ConfigError(f"source={source}: no such directory; use a directory, or a hub name such as Qwen/Qwen2-0.5B")
     return _download(source)
-
-
-def _read_json(source: str, path: Path) -> dict[str, Any]:
-    if path.exists() and not path.is_file():  # Opening a pipe blocks.
-        raise ConfigError(f"source={source}: {path.name} is not a regular file; use another copy of the model")
-    try:
-        return dict(json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"source={source}: no readable {path.name} ({error})") from None
 
 
 def _model(source: str, values: dict[str, Any], adapter: HuggingFaceAdapter) -> ModelConfig:

@@ -1,9 +1,11 @@
-"""Directories with a model of transformers or diffusers: a family's adapter, and the creation of such a directory."""
+"""Directories with a model of transformers or diffusers: a family's adapter, JSON files, and their creation."""
 
+import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from gpt4d.config import ConfigError
 from gpt4d.files import sync
@@ -18,6 +20,16 @@ def adapter_of(family: Family) -> HuggingFaceAdapter:
             f"model family {family.name}: transformers and diffusers have no such models; train with gpt4d itself"
         )
     return family.hugging_face()
+
+
+def read_json(source: str, path: Path) -> dict[str, Any]:
+    """Return a JSON object in a file. Raises ConfigError, whose message begins with ``source``, if there is none."""
+    if path.exists() and not path.is_file():  # Opening a pipe blocks.
+        raise ConfigError(f"{source}: {path.name} is not a regular file; use another copy of the model")
+    try:
+        return dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{source}: no readable {path.name} ({error}); use another copy of the model") from None
 
 
 @contextmanager

@@ -105,13 +105,30 @@ def test_a_base_model_that_was_saved_without_its_head_is_imported(source):
     import_(source)
 
 
-def test_the_index_decides_which_file_a_tensor_is_in_and_without_one_every_name_is_unique(source):
-    other = load_file(source / "model.safetensors")
-    save_file({name: tensor + 1 for name, tensor in other.items()}, source / "other.safetensors")
-    assert_rejected(source, r"model\.safetensors and other\.safetensors both have .*; remove one file")
-    index = source / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": dict.fromkeys(other, "model.safetensors")}))
+def in_two_files(source, *moved, copied=()):
+    """Move tensors to other.safetensors, with copies of others, and write an index of both files."""
+    tensors = load_file(source / "model.safetensors")
+    other = {name: tensors.pop(name) for name in moved} | {name: tensors[name] + 1 for name in copied}
+    files = dict.fromkeys(tensors, "first.safetensors") | dict.fromkeys(moved, "other.safetensors")
+    save_file(tensors, source / "first.safetensors", {"format": "pt"})
+    save_file(other, source / "other.safetensors", {"format": "pt"})
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+
+def test_two_sources_of_a_tensor_are_one_line_with_both_and_unlisted_files_are_not_read(source):
+    """Transformers prefers model.safetensors to an index, diffusers the index, and the last of two shards wins."""
+    save_file({QUERY: torch.zeros(2)}, source / "consolidated.safetensors")
     import_(source)
+    shutil.rmtree(source.parent / "run")
+    in_two_files(source, QUERY)
+    assert_rejected(source, r"model\.safetensors and model\.safetensors\.index\.json, .* are two copies of the weights")
+    (source / "model.safetensors").rename(source / "unused")
+    import_(source)
+    shutil.rmtree(source.parent / "run")
+    (source / "unused").rename(source / "model.safetensors")
+    in_two_files(source, QUERY, copied=["model.norm.weight"])
+    (source / "model.safetensors").unlink()
+    assert_rejected(source, r"first\.safetensors and other\.safetensors both have model\.norm\.weight; remove one file")
 
 
 @pytest.mark.parametrize(
@@ -121,17 +138,24 @@ def test_the_index_decides_which_file_a_tensor_is_in_and_without_one_every_name_
         ({QUERY: 3}, "is not a file name in this directory"),
         ([], "not a readable index"),
         ({QUERY: "away.safetensors"}, r"away\.safetensors: missing, or not a regular file"),
-        ({"other": "model.safetensors"}, r"model\.safetensors: lacks other, which .* places there"),
+        ({"other": "model-1.safetensors"}, r"model-1\.safetensors: lacks other, which .* places there"),
     ],
 )
 def test_an_index_that_does_not_match_the_files_is_rejected(source, files, message):
+    (source / "model.safetensors").rename(source / "model-1.safetensors")
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     assert_rejected(source, message)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_model_with_adapters_in_its_directory_is_rejected(source):
+    """Transformers loads such a directory with its adapters."""
+    (source / "adapter_config.json").write_text("{}")
+    assert_rejected(source, r"contains adapter_config\.json; add adapter=.*, or remove it")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "config.json", "tokenizer.json"])
 def test_a_pipe_is_rejected_instead_of_read(source, name):
-    (source / name).unlink()
+    (source / name).unlink(missing_ok=True)
     os.mkfifo(source / name)
     with pytest.raises(ConfigError, match=rf"{re.escape(name)}.*not a regular file"):
         main(["import", f"source={source}", f"out={source.parent / 'run'}"])
