@@ -64,8 +64,8 @@ def export(
             length, former_length = cast(Any, meta.model).max_positions, source.get("max_position_embeddings")
             transformers_tokenizer.write(tokenizer, stored, directory, length, former_length)
         if adapter.HAS_TOKENIZER:
-            key = "torch_dtype" if "torch_dtype" in source else "dtype"
-            documents[_MODEL_SETTINGS][key] = dtype
+            keys = {"dtype", "torch_dtype"} & source.keys() or {"dtype"}
+            documents[_MODEL_SETTINGS] |= dict.fromkeys(keys, dtype)
             _export_generation_settings(stored, directory, documents[_MODEL_SETTINGS])
         for name, values in documents.items():
             (directory / name).parent.mkdir(exist_ok=True)

@@ -47,6 +47,7 @@ from gpt4d.config.fields import (
     FRACTION,
     LARGEST_COUNT,
     LARGEST_DEVICES,
+    LARGEST_SIZE,
     SIZE,
     ConfigError,
     NodeError,

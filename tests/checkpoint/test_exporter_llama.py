@@ -183,13 +183,12 @@ def test_what_would_be_computed_differently_is_rejected():
     cases = [
         ({"hidden_act": "gelu"}, gelu),
         ({"attention_bias": True}, "attention_bias=True"),
-        ({"use_sliding_window": True}, "use_sliding_window=True"),
-        ({"layer_types": ["sliding_attention"]}, "layer_types"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope'"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1}, "layer_types"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
         ({"rope_parameters": partial}, "partial_rotary_factor=0.5"),
-        ({"head_dim": "wide"}, "head_dim='wide' in config.json is not a size"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide num_attention_heads=4"),
-        ({"hidden_size": "wide"}, "hidden_size='wide' in config.json is not a size"),
+        ({"hidden_size": 0}, "hidden_size=0 in config.json is not a size"),
     ]
     settings = hf.hf_config(MODEL).to_dict()
     assert not wrong_messages(cases, lambda changes: hf.config_from_hf("source", settings | changes))

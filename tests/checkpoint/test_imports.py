@@ -11,13 +11,15 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from gpt4d.checkpoint import adapter_files, storage
-from gpt4d.config import ConfigError
+from gpt4d.checkpoint import adapter_files, importer, storage
+from gpt4d.config import ConfigError, GridSizes
 from gpt4d.model import registry
-from tests.support.checkpoint_sources import MODEL, save
-from tests.support.grids import full, to_hf
+from gpt4d.model.gpt2.config import GPT2Config
+from tests.support.checkpoint_sources import GEMMA3, LLAMA3, MIXTRAL, MODEL, OLMO2, OLMOE, QWEN2, QWEN3_MOE, YARN, save
+from tests.support.checkpoints import tensors_of
+from tests.support.grids import build_model, fill_from_hf, full, to_hf
 
 IDS = torch.arange(24).view(2, 12)
 ABSENT = object()  # a value of a key that the file does not have
@@ -176,3 +178,155 @@ def test_a_pipe_or_nested_brackets_instead_of_a_file_of_adapters_are_one_line(ch
     os.mkfifo(directory / name)
     with pytest.raises(ConfigError, match=f"{name}.* not a regular file"):
         adapter_files.read(directory, MODEL)
+
+
+# --------------------------------------------------------------------------------------- configurations of transformers
+
+FAMILIES = {
+    "gpt2": GPT2Config(layers=2, hidden=32, heads=4, vocab_size=50, max_positions=64),
+    "llama": LLAMA3,
+    "qwen2": QWEN2,
+    "qwen3": YARN,
+    "olmo2": OLMO2,
+    "gemma3": GEMMA3,
+    "mixtral": MIXTRAL,
+    "olmoe": OLMOE,
+    "qwen3_moe": QWEN3_MOE,
+}
+YARN_SCALING = {"factor": 4.0, "original_max_position_embeddings": 16}
+# Keys that only older files have, and values of keys whose type does not suggest one.
+OLDER = (
+    "rope_scaling",
+    "rope_theta",
+    "rope_local_base_freq",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+)
+OLDER += "sliding_window_pattern", "torch_dtype", "num_labels", "attn_implementation", "per_layer_config"
+LAYERS = ["full_attention", "sliding_attention", "full_attention"]
+CHANGED: dict[str, list] = {
+    "rope_scaling": [
+        {"type": "yarn"} | YARN_SCALING,
+        {"rope_type": "yarn", "rope_theta": 77.0} | YARN_SCALING,
+        {"type": "linear", "factor": 2.0},
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "llama3", "low_freq_factor": 0.5, "high_freq_factor": 2.0} | YARN_SCALING,
+        {"rope_type": "yarn", "attention_factor": 0.0} | YARN_SCALING,
+        {"rope_type": "yarn", "attention_factor": 1.5, "truncate": False, "beta_fast": 8} | YARN_SCALING,
+        {"rope_type": "yarn", "mscale": 0.5, "mscale_all_dim": 0.7} | YARN_SCALING,
+        {"rope_type": "yarn", "partial_rotary_factor": 0.5} | YARN_SCALING,
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "default", "factor": 2.0},
+        {},
+    ],
+    "rope_parameters": [
+        {"rope_theta": 100.0},
+        {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0},
+        {"full_attention": {"rope_type": "default", "rope_theta": 50.0, "factor": 3.0}},
+        {"sliding_attention": {"rope_type": "linear", "rope_theta": 50.0, "factor": 3.0}},
+        {},
+    ],
+    "layer_types": [LAYERS[:2], LAYERS[:1] * 2, LAYERS, LAYERS[1:2] * 3],
+    "hidden_act": ["gelu"],
+    "hidden_activation": ["gelu", "gelu_new"],
+    "activation_function": ["gelu", "gelu_pytorch_tanh"],
+    "n_inner": [128, 64],
+    "dtype": ["bfloat16"],
+    "torch_dtype": ["bfloat16"],
+    "attn_implementation": ["eager"],
+    "mlp_only_layers": [[0]],
+    "per_layer_config": [{"0": {"rms_norm_eps": 0.5, "layer_norm_epsilon": 0.5}}, {}],
+    "sliding_window_pattern": [2, 3, 0],
+    "transformers_weights": ["other.safetensors"],
+}
+# Two keys at once: older files have these instead of rope_parameters, layer_types and num_key_value_heads.
+TOGETHER = [
+    {"rope_parameters": ABSENT, "rope_theta": 100.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    {"rope_parameters": None, "rope_theta": 100.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    {"rope_parameters": ABSENT, "rope_theta": 100.0, "rope_local_base_freq": 10.0},
+    {"rope_parameters": ABSENT, "rope_scaling": {"type": "yarn"} | YARN_SCALING},
+    {"rope_scaling": {"rope_type": "yarn", "factor": None}, "original_max_position_embeddings": 8},
+    {"rope_theta": 100.0, "rope_scaling": {"type": "yarn"} | YARN_SCALING},
+    {"layer_types": ABSENT, "sliding_window_pattern": 2},
+    {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "layer_types": ABSENT},
+    {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    {"num_key_value_heads": ABSENT, "head_dim": ABSENT},
+    {"num_experts": 3, "num_local_experts": 5},
+    {"n_embd": ABSENT, "hidden_size": 32, "n_layer": ABSENT, "num_hidden_layers": 2},
+    {"dtype": "float32", "torch_dtype": "bfloat16"},
+]
+
+
+@pytest.fixture(scope="module")
+def source(request, tmp_path_factory):
+    """Return a directory with a model whose weights are large enough to matter, and a second file of weights."""
+    directory = tmp_path_factory.mktemp("source")
+    save(directory, FAMILIES[request.param])
+    tensors = load_file(directory / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    for name, tensor in tensors.items():
+        tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.3 + ("norm" in name))
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, directory / "other.safetensors", {"format": "pt"})
+    return directory
+
+
+def keys_of(directory, monkeypatch):
+    """Return the keys of a configuration, and all keys that transformers asks for, also those that no file has."""
+    config, asked = AutoConfig.from_pretrained(directory), set()
+    original = PreTrainedConfig.__getattribute__
+    with monkeypatch.context() as patch:
+        patch.setattr(PreTrainedConfig, "__getattribute__", lambda c, key: asked.add(key) or original(c, key))
+        AutoModelForCausalLM.from_pretrained(directory)(IDS)
+    asked = {key for key in asked if key[0] != "_" and not callable(getattr(config, key, None))}
+    return {field.name for field in fields(config)} | {*config.attribute_map, *OLDER} | asked
+
+
+def changes_of(keys, values):
+    """Yield changes of each key: removed, null, and other values of its type."""
+    for key in sorted(keys):
+        now = values.get(key)
+        numbers = [now + 1, now * 2] if type(now) is int else [now / 2, now + 1] if type(now) is float else []
+        guessed = [not now] if type(now) is bool else [True, 2, 0.5, "x"] if now is None else numbers
+        yield from ({key: value} for value in (ABSENT, None, *(CHANGED.get(key) or guessed)))
+    yield from TOGETHER
+
+
+def logits_of_run(run, model):
+    ours = build_model(model, GridSizes(), torch.float32)
+    fill_from_hf(ours, to_hf(tensors_of(run, "model."), model))
+    with torch.no_grad():
+        return ours.eval()(IDS, torch.arange(len(IDS)))[..., : model.vocab_size]
+
+
+@pytest.mark.parametrize(
+    ("source", "some_keys"),
+    [("llama", ("rope_scaling", "is_causal", "transformers_weights")), *(full(name, None) for name in FAMILIES)],
+    indirect=["source"],
+)
+def test_a_model_with_any_changed_setting_computes_what_transformers_computes_or_is_refused(
+    source, some_keys, tmp_path, monkeypatch
+):
+    values, wrong, accepted = json.loads((source / "config.json").read_text()), [], 0
+    directory = tmp_path / "changed"
+    directory.mkdir()
+    for name in ("model.safetensors", "other.safetensors"):
+        (directory / name).symlink_to(source / name)
+    for number, changes in enumerate(changes_of(some_keys or keys_of(source, monkeypatch), values)):
+        given, run = changed(values, changes), tmp_path / f"run{number}"
+        (directory / "config.json").write_text(json.dumps(given))
+        model = imported(lambda run=run: importer.import_model(str(directory), run, "none"))
+        if model is None:
+            continue
+        try:  # Where transformers itself fails there is nothing to equal.
+            theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()(IDS).logits.detach()
+        except (TypeError, ValueError, AttributeError, IndexError):
+            continue
+        accepted += 1
+        if not (logits_of_run(run, model) - theirs).norm() <= 1e-5 * theirs.norm():
+            wrong.append(changes)
+        adapter = registry.of(model).hugging_face()
+        if adapter.config_from_hf(model.name, adapter.documents(model, given)["config.json"]) != model:
+            wrong.append(changes | {"exported": True})
+    assert not wrong
+    assert accepted > number / 5

@@ -120,8 +120,8 @@ def test_frequencies_of_published_files_equal_transformers(float64, number):
 @pytest.mark.parametrize("name", ["llama, yarn", "olmo2, yarn", "gemma3, linear"])
 def test_other_kinds_of_scaling_are_rejected(name, kind):
     adapter = registry.of(MODELS[name]).hugging_face()
-    values = adapter.documents(MODELS[name], {})["config.json"]
-    scaled = {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4}
+    values = {**adapter.documents(MODELS[name], {})["config.json"], "rope_scaling": None}
+    scaled = {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4, "short_factor": [1.0], "long_factor": [1.0]}
     layers = values.get("layer_types")
     values["rope_parameters"] = {"full_attention": scaled} if layers and "gemma" in name else scaled
     with pytest.raises(ConfigError, match=f"rope_type='{kind}' in config.json is not supported; use a model with"):

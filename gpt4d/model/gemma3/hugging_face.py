@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpt4d.model.gemma3 import FAMILY
 from gpt4d.model.gemma3.config import Gemma3Config
-from gpt4d.model.hugging_face_settings import check_sizes, check_supported, unsupported
+from gpt4d.model.hugging_face_settings import check_sizes, check_supported, transformers_settings, unsupported
 from gpt4d.model.llama import hugging_face as llama
 from gpt4d.model.llama.config import LlamaSizes
 
@@ -79,6 +79,7 @@ def _layer_types(global_blocks: Sequence[bool]) -> list[str]:
 
 def config_from_hf(source: str, values: dict) -> Gemma3Config:
     """Return gpt4d's settings for a ``config.json``. Raises ConfigError for unsupported settings."""
+    values = transformers_settings(source, values)
     required = {
         "hidden_activation": ("gelu_pytorch_tanh",),
         "tie_word_embeddings": (True,),
@@ -87,43 +88,33 @@ def config_from_hf(source: str, values: dict) -> Gemma3Config:
         "attn_logit_softcapping": (None,),
     }
     check_supported(source, values, required)
-    sizes = ("head_dim", "num_key_value_heads", "sliding_window", "query_pre_attn_scalar")
-    check_sizes(source, {key: values.get(key) for key in sizes})
-    rope = _rope_settings(source, values)
-    other = {"layer_types": None, "rope_scaling": None, "rope_parameters": {"rope_theta": rope["rope_theta"]}}
-    found = llama.config_from_hf(source, values | other)
+    check_sizes(source, {key: values[key] for key in ("sliding_window", "query_pre_attn_scalar")})
+    found = llama.read_settings(source, values, full_attention=False)
     config = Gemma3Config(
         **{field.name: getattr(found, field.name) for field in fields(LlamaSizes)},
-        **rope,
+        **_rope_settings(source, values["rope_parameters"]),
         window=values["sliding_window"],
-        global_every=_global_every(values, found.layers),
+        global_every=_global_every(values["layer_types"]),
         query_pre_attn_scalar=values["query_pre_attn_scalar"],
     )
-    if values.get("layer_types") not in (None, _layer_types(config.global_blocks)):
+    if values["layer_types"] != _layer_types(config.global_blocks):
         raise unsupported(source, "layer_types", "…", f"{_GLOBAL} in every {config.global_every}th layer only")
     return config
 
 
-def _global_every(values: Mapping, layers: int) -> int:
-    """Return the distance of global blocks; a value above ``layers`` if no block is global."""
-    types = values.get("layer_types")
-    if types is None:
-        return int(values.get("sliding_window_pattern") or 6)
-    return types.index(_GLOBAL) + 1 if _GLOBAL in types else layers + 1
+def _global_every(types: Sequence[str]) -> int:
+    """Return the distance of global blocks; a value above the number of blocks if no block is global."""
+    return types.index(_GLOBAL) + 1 if _GLOBAL in types else len(types) + 1
 
 
-def _rope_settings(source: str, values: dict) -> dict[str, Any]:
-    """Return gpt4d's settings for ``rope_parameters``, or for the three settings of older files."""
-    given = values.get("rope_parameters") or {}
-    everywhere = {"rope_theta": values.get("rope_theta", 1e6)} | (values.get("rope_scaling") or {})
-    everywhere |= given.get(_GLOBAL) or {}
-    local = {"rope_theta": values.get("rope_local_base_freq", 1e4)} | (given.get(_LOCAL) or {})
+def _rope_settings(source: str, parameters: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return gpt4d's settings for ``rope_parameters``, into which transformers has converted its older settings."""
+    everywhere, local = parameters[_GLOBAL], parameters[_LOCAL]
     for rope, kinds in ((everywhere, ("default", "linear")), (local, ("default",))):
-        kind = rope.get("rope_type") or rope.get("type") or "default"
-        check_supported(source, rope, {"partial_rotary_factor": (1.0, None)})
-        check_supported(source, {"rope_type": kind}, {"rope_type": kinds})
+        check_supported(source, rope, {"rope_type": kinds, "partial_rotary_factor": (1.0, None)})
+    linear = everywhere.get("rope_type") == "linear"
     return {
         "rope_theta": float(everywhere["rope_theta"]),
-        "rope_linear_factor": float(everywhere.get("factor") or 1.0),
+        "rope_linear_factor": float(everywhere["factor"]) if linear else 1.0,
         "rope_local_theta": float(local["rope_theta"]),
     }

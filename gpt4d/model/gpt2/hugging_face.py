@@ -13,7 +13,7 @@ import torch
 
 from gpt4d.config import ConfigError
 from gpt4d.model.gpt2.config import GPT2Config
-from gpt4d.model.hugging_face_settings import TEXT_USAGE, check_sizes, check_supported
+from gpt4d.model.hugging_face_settings import TEXT_USAGE, check_sizes, check_supported, transformers_settings
 
 if TYPE_CHECKING:
     from transformers import GPT2Config as HuggingFaceConfig
@@ -80,10 +80,11 @@ def hf_config(config: GPT2Config) -> "HuggingFaceConfig":
 
 def config_from_hf(source: str, values: dict) -> GPT2Config:
     """Return gpt4d's settings for a GPT-2's ``config.json``. Raises ConfigError for unsupported settings."""
+    values = transformers_settings(source, values)
     required = {
-        "model_type": ("gpt2",),
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-        "n_inner": (None, 4 * (values.get("n_embd") or 0)),
+        "n_inner": (None, 4 * values["n_embd"]),
+        "embd_pdrop": (values["resid_pdrop"],),
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),
@@ -91,7 +92,7 @@ def config_from_hf(source: str, values: dict) -> GPT2Config:
     }
     check_supported(source, values, required)
     sizes = ("n_layer", "n_embd", "n_head", "vocab_size", "n_positions")
-    check_sizes(source, {key: values.get(key) for key in sizes})
+    check_sizes(source, {key: values[key] for key in sizes})
     if values["n_embd"] % values["n_head"]:
         raise ConfigError(
             f"{source}: n_head={values['n_head']} does not divide n_embd={values['n_embd']}; "
@@ -104,9 +105,9 @@ def config_from_hf(source: str, values: dict) -> GPT2Config:
         heads=values["n_head"],
         vocab_size=values["vocab_size"],
         max_positions=values["n_positions"],
-        dropout=values.get("resid_pdrop", 0.1),
-        attention_dropout=values.get("attn_pdrop", 0.1),
-        norm_epsilon=values.get("layer_norm_epsilon", 1e-5),
+        dropout=values["resid_pdrop"],
+        attention_dropout=values["attn_pdrop"],
+        norm_epsilon=values["layer_norm_epsilon"],
     )
 
 

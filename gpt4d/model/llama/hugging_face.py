@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gpt4d.config import ConfigError
-from gpt4d.model.hugging_face_settings import TEXT_USAGE, check_sizes, check_supported, unsupported
+from gpt4d.model.hugging_face_settings import (
+    TEXT_USAGE,
+    check_sizes,
+    check_supported,
+    transformers_settings,
+    unsupported,
+)
 from gpt4d.model.llama import FAMILY
 from gpt4d.model.llama.config import ROPE_SCALINGS, LlamaConfig
 from gpt4d.parallel.layers.linear import concatenate, separate
@@ -104,7 +110,11 @@ def documents(config: LlamaConfig, source: Mapping[str, Any]) -> dict[str, dict[
     if source and FAMILY.changed_positions(config_from_hf(config.name, values), config):
         values.pop("original_max_position_embeddings", None)
         values |= {"max_position_embeddings": config.max_positions, "rope_parameters": rope, **older}
-    return {"config.json": values | {key: value for key, value in older.items() if key not in values}}
+    # transformers 5 prefers rope_scaling to rope_parameters, but has no rope_theta there.
+    return {
+        "config.json": values
+        | {k: v for k, v in older.items() if k not in values or (k == "rope_theta" and values[k] != v)}
+    }
 
 
 def hf_config(config: LlamaConfig) -> "PretrainedConfig":
@@ -145,27 +155,36 @@ def _rope_parameters(config: LlamaConfig) -> dict[str, Any]:
     return values | ({"attention_factor": config.rope_attention_factor} if config.rope_attention_factor else {})
 
 
-_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
 def config_from_hf(source: str, values: dict) -> LlamaConfig:
     """Return gpt4d's settings for a ``config.json``. Raises ConfigError for unsupported settings."""
-    kind = values.get("model_type")
+    return read_settings(source, transformers_settings(source, values))
+
+
+def read_settings(source: str, values: Mapping[str, Any], full_attention: bool = True) -> LlamaConfig:
+    """Return the settings that a Llama shares with other families.
+
+    Args:
+        source: the beginning of messages.
+        values: all settings of a family of transformers.
+        full_attention: whether the attention of all blocks must be that of a Llama.
+    """
+    kind = values["model_type"]
     required = {
         "hidden_act": ("silu",),
-        "attention_bias": (False, None),
-        "mlp_bias": (False, None),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
         "attention_dropout": (0, None),
-        "use_sliding_window": (False, None),
-        "pretraining_tp": (1, None),
     }
     check_supported(source, values, required)
-    if {*(values.get("layer_types") or ())} - {"full_attention"}:
+    if full_attention and {*(values.get("layer_types") or ())} - {"full_attention"}:
         raise unsupported(source, "layer_types", "…", "full_attention")
-    check_sizes(source, {key: values.get(key) for key in (*_SIZES, "max_position_embeddings")})
-    layers, hidden, heads, inner, vocabulary = (values[key] for key in _SIZES)
-    key_value_heads, head_size = values.get("num_key_value_heads") or heads, values.get("head_dim") or hidden // heads
-    check_sizes(source, {"num_key_value_heads": key_value_heads, "head_dim": head_size})
+    check_sizes(source, {key: values[key] for key in (*_SIZES, "vocab_size", "max_position_embeddings")})
+    layers, hidden, heads, key_value_heads, inner = (values[key] for key in _SIZES)
+    head_size = values.get("head_dim") or hidden // heads
+    check_sizes(source, {"head_dim": head_size})
     if heads % key_value_heads:
         raise ConfigError(
             f"{source}: num_key_value_heads={key_value_heads} does not divide num_attention_heads={heads}; use a model "
@@ -179,41 +198,36 @@ def config_from_hf(source: str, values: dict) -> LlamaConfig:
         key_value_heads=key_value_heads,
         head_size=head_size,
         inner=inner,
-        vocab_size=vocabulary,
+        vocab_size=values["vocab_size"],
         max_positions=values["max_position_embeddings"],
-        norm_epsilon=values.get("rms_norm_eps", 1e-6),
-        tied=bool(values.get("tie_word_embeddings", False)),
+        norm_epsilon=values["rms_norm_eps"],
+        tied=values["tie_word_embeddings"],
         qkv_bias=kind == "qwen2",
         qk_norm=kind == "qwen3",
-        **_rope_settings(source, values),
+        **(_rope_settings(source, values) if full_attention else {}),
     )
 
 
-def _rope_settings(source: str, values: dict) -> dict[str, Any]:
-    """Return gpt4d's settings for ``rope_parameters``, or for ``rope_theta`` and ``rope_scaling`` of older files."""
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+def _rope_settings(source: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return gpt4d's settings for ``rope_parameters``, into which transformers has converted its older settings."""
+    rope = values["rope_parameters"]
     check_supported(source, rope, dict.fromkeys(("mscale", "mscale_all_dim"), (None,)))
-    for part in (values, rope):
-        check_supported(source, part, {"partial_rotary_factor": (1.0, None)})
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    settings: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta") or values.get("rope_theta") or 1e4)}
+    check_supported(source, rope, {"partial_rotary_factor": (1.0, None)})
+    kind, settings = rope["rope_type"], {"rope_theta": float(rope["rope_theta"])}
     if kind == "default":
         return settings
     if kind not in ROPE_SCALINGS[1:]:
         raise unsupported(source, "rope_type", kind, "default, linear, llama3 or yarn")
     if kind == "linear":
         return settings | {"rope_scaling": kind, "rope_factor": float(rope["factor"])}
-    # transformers also reads the first of these keys first.
-    given = values.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-    original = given or values["max_position_embeddings"]
-    factor = rope.get("factor") or values["max_position_embeddings"] / original
-    settings |= {"rope_scaling": kind, "rope_factor": float(factor), "rope_original_positions": int(original)}
-    ours = {
-        "low_freq_factor": "rope_low_frequency",
-        "high_freq_factor": "rope_high_frequency",
-        "beta_slow": "rope_beta_slow",
-        "beta_fast": "rope_beta_fast",
-        "attention_factor": "rope_attention_factor",
-    }
+    original = rope["original_max_position_embeddings"]
+    factor = values["max_position_embeddings"] / original if rope["factor"] is None else rope["factor"]
+    settings |= {"rope_scaling": kind, "rope_factor": float(factor), "rope_original_positions": original}
+    if kind == "llama3":
+        low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+        return settings | {"rope_low_frequency": low, "rope_high_frequency": high}
+    if rope.get("attention_factor") == 0:
+        raise unsupported(source, "attention_factor", 0, "a number above 0")
+    ours = {key: f"rope_{key}" for key in ("beta_slow", "beta_fast", "attention_factor")}
     settings |= {ours[key]: float(rope[key]) for key in ours if rope.get(key) is not None}
-    return settings | ({"rope_truncate": bool(rope["truncate"])} if "truncate" in rope else {})
+    return settings | {"rope_truncate": bool(rope.get("truncate", True))}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gpt4d.config import ConfigError
-from gpt4d.model.hugging_face_settings import check_sizes, check_supported
+from gpt4d.model.hugging_face_settings import check_sizes, check_supported, transformers_settings
 from gpt4d.model.llama import hugging_face as llama
 from gpt4d.model.llama.config import LlamaConfig
 from gpt4d.model.moe.config import MoeConfig
@@ -117,23 +117,20 @@ def hf_config(config: MoeConfig) -> "PretrainedConfig":
 
 def config_from_hf(source: str, values: dict) -> MoeConfig:
     """Return gpt4d's settings for a ``config.json``. Raises ConfigError for unsupported settings."""
+    values = transformers_settings(source, values)
     kind = values["model_type"]
-    required: dict[str, Sequence] = {"clip_qkv": (None,), "sliding_window": (None,), "router_jitter_noise": (0, None)}
-    required |= {"decoder_sparse_step": (1, None), "mlp_only_layers": ([], None)}
-    if kind == "qwen3_moe":
-        required.pop("sliding_window")  # use_sliding_window decides
-    check_supported(source, values, required)
-    experts: Any = values.get("num_local_experts", values.get("num_experts"))
-    sizes = {"num_experts": experts, "num_experts_per_tok": values.get("num_experts_per_tok")}
-    inner = values.get("moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size")
-    check_sizes(source, sizes | {"intermediate_size": inner})
-    found = llama.config_from_hf(source, {"rms_norm_eps": 1e-5, **values, "intermediate_size": inner})
+    required: dict[str, Sequence] = {"clip_qkv": (None,), "sliding_window": (None,), "router_jitter_noise": (0,)}
+    check_supported(source, values, required | {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)})
+    experts = values["num_local_experts" if "num_local_experts" in values else "num_experts"]
+    check_sizes(source, {"num_experts": experts, "num_experts_per_tok": values["num_experts_per_tok"]})
+    inner = values["moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"]
+    found = llama.read_settings(source, values | {"intermediate_size": inner})
     shared = {field.name for field in fields(MoeConfig)} & {field.name for field in fields(LlamaConfig)} - {"qk_norm"}
     return MoeConfig(
         **{key: getattr(found, key) for key in shared},
         experts=experts,
         experts_per_token=values["num_experts_per_tok"],
-        normalized_weights=kind == "mixtral" or bool(values.get("norm_topk_prob", False)),
-        balance_rate=float(values.get("router_aux_loss_coef", 0.001)),
+        normalized_weights=kind == "mixtral" or values["norm_topk_prob"],
+        balance_rate=float(values["router_aux_loss_coef"]),
         qk_norm=_TYPES[kind],
     )

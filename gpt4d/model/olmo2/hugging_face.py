@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gpt4d.model.hugging_face_settings import check_supported
+from gpt4d.model.hugging_face_settings import check_supported, transformers_settings
 from gpt4d.model.llama import hugging_face as llama
 from gpt4d.model.olmo2.config import Olmo2Config
 
@@ -59,6 +59,7 @@ def hf_config(config: Olmo2Config) -> "PretrainedConfig":
 
 def config_from_hf(source: str, values: dict) -> Olmo2Config:
     """Return gpt4d's settings for a ``config.json``. Raises ConfigError for unsupported settings."""
-    check_supported(source, values, {"tie_word_embeddings": (False, None)})
-    found = llama.config_from_hf(source, {"rms_norm_eps": 1e-5, **values})
+    values = transformers_settings(source, values)
+    check_supported(source, values, {"tie_word_embeddings": (False,)})
+    found = llama.read_settings(source, values)
     return Olmo2Config(**{field.name: getattr(found, field.name) for field in fields(Olmo2Config)})
