@@ -146,7 +146,7 @@ def expand(overrides: Sequence[str], world_size: int, task: ArrayTask | None = N
         problem = f"run.dir={parents[0]}: another combination has {parents[1]}; set one run.name for all"
         problems[problem] = [""] * len(combinations)
     if problems:
-        raise ConfigError("\nerror: ".join(_describe(*item, len(combinations)) for item in problems.items()))
+        raise ConfigError(*(_describe(*item, len(combinations)) for item in problems.items()))
     return list(jobs.values())
 
 

@@ -52,6 +52,7 @@ from gpt4d.config.fields import (
     ConfigError,
     NodeError,
     check_limits,
+    printable,
     redefined,
     setting,
 )

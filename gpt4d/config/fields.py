@@ -14,14 +14,24 @@ SIZE: dict[str, Any] = {"at_least": 1, "at_most": LARGEST_SIZE}
 FRACTION: dict[str, Any] = {"at_least": 0, "below": 1}
 
 
+def printable(text: str) -> str:
+    """Return a text with escape sequences for newlines, tabs, ESC and all further characters that do not print."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
 class ConfigError(ValueError):
     """Error of a user, in one line: key, value, problem and remedy. All ranks usually raise it together.
+
+    ``problems``: usually one line. Names that come from files are in it, so it is made ``printable``.
 
     Attributes:
         all_ranks_raised: whether all ranks of the job are known to have raised it, so that no rank waits for another.
     """
 
     all_ranks_raised = False
+
+    def __init__(self, *problems: str):
+        super().__init__("\nerror: ".join(map(printable, problems)))
 
 
 class NodeError(ConfigError):

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gpt4d.config import ConfigError, NodeError, to_config_error
+from gpt4d.config import ConfigError, NodeError, printable, to_config_error
 from gpt4d.runtime.launch import Launch, print_error
 from gpt4d.runtime.output import allow_lost_output
 from gpt4d.runtime.signals import EXIT_CODE
@@ -31,7 +31,7 @@ class OutOfMemory(RankError):
 
 def one_line(error: BaseException) -> str:
     """Return a library's error message as one line of limited length; the type of the error if it has no message."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    return printable(" ".join(str(error).split())[:300]) or type(error).__name__
 
 
 @contextmanager

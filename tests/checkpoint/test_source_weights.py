@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from gpt4d.checkpoint import importer
 from gpt4d.checkpoint.__main__ import main
 from gpt4d.config import ConfigError
+from gpt4d.runtime.errors import one_line, one_line_errors
 from tests.support.checkpoint_sources import MODEL, change_config, save
 
 QUERY = "model.layers.0.self_attn.q_proj.weight"
@@ -184,3 +185,32 @@ def test_impossible_settings_are_rejected_as_those_of_a_configuration(source, va
 def test_deeply_nested_settings_are_one_line(source):
     (source / "config.json").write_text("[" * 100_000)
     assert_rejected(source, r"no readable config\.json \(maximum recursion depth")
+
+
+FORGED = "a\nerror: forged\r\x1b[31m\u202e"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda source: change_tensors(source, lambda tensors: tensors.update({FORGED: torch.ones(1)})),
+        lambda source: change_config(source, model_type=FORGED),
+        lambda source: change_config(source, rope_parameters={"rope_type": FORGED}),
+        lambda source: (source / "adapter_config.json").write_text(json.dumps({FORGED: 1})),
+        lambda source: (
+            (source / "model.safetensors").rename(source / "other.safetensors")
+            and (source / "model.safetensors.index.json").write_text(
+                json.dumps({"weight_map": {FORGED: "other.safetensors"}})
+            )
+        ),
+    ],
+    ids=["tensor", "model_type", "rope_type", "adapter", "index"],
+)
+def test_names_in_files_cannot_print_a_second_line_or_control_the_terminal(source, change, capsys):
+    change(source)
+    adapter = [f"adapter={source}"] * (source / "adapter_config.json").exists()
+    with pytest.raises(SystemExit), one_line_errors():
+        main(["import", f"source={source}", f"out={source.parent / 'run'}", "tokenizer=none", *adapter])
+    (line,) = capsys.readouterr().err.split("\n")[:-1]
+    assert line.isprintable() and line.startswith("error: ") and "forged" in line
+    assert one_line(ValueError(FORGED)) == "a error: forged \\x1b[31m\\u202e"
