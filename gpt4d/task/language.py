@@ -28,6 +28,7 @@ from gpt4d.data.text_bytes import bytes_of_tokens
 from gpt4d.data.tokenizers import FILE, companions, end_of_text, of_checkpoint
 from gpt4d.data.tokens import TokenFiles
 from gpt4d.data.validation_sets import validation_sets
+from gpt4d.files import text_lines
 from gpt4d.model.parts import Part
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.sequence import own_segments
@@ -59,11 +60,7 @@ def _prompts(config: GenerateConfig) -> list[str]:
         raise ConfigError("prompt=…: set it to the text that the model continues, or prompts to a file with one a line")
     if config.prompt is not None:
         return [config.prompt]
-    try:
-        prompts = Path(str(config.prompts)).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"prompts={config.prompts}: {reason}; use a text file with one prompt a line") from None
+    prompts = text_lines("prompts", str(config.prompts))
     if not prompts:
         raise ConfigError(f"prompts={config.prompts}: empty; write one prompt a line")
     return prompts

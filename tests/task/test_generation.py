@@ -16,12 +16,20 @@ from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.planner.resolve import resolve
 from gpt4d.step import build_stage
+from gpt4d.task import language
 from gpt4d.task.generation import continuations
 from gpt4d.task.sampling import GREEDY
-from gpt4d.task.task import Sampling
+from gpt4d.task.task import GenerateConfig, Sampling
 from tests.support.grids import TINY_MODEL, build_tiny_stage, full
 from tests.support.stages import connected_stage
 from tests.support.task_texts import END, PROMPTS, WORDS, most_likely_text, word_tokenizer
+
+
+def test_prompts_of_a_file_end_at_newlines_alone(tmp_path):
+    content = "\ufeffthe quick\u2028brown fox\r\nhello\x0cworld\x85\rx\n\nlast"
+    (tmp_path / "prompts").write_bytes(content.encode())
+    expected = ["the quick\u2028brown fox", "hello\x0cworld\x85\rx", "", "last"]
+    assert language._prompts(GenerateConfig("run", prompts=str(tmp_path / "prompts"))) == expected
 
 
 @pytest.fixture(scope="module")
