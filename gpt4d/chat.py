@@ -21,16 +21,18 @@ import torch.distributed as dist
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import ConfigError, asks_for_help, from_arguments, setting
 from gpt4d.data import transformers_tokenizer
+from gpt4d.data.conversations import ROWS, Conversation, Unread, parse
+from gpt4d.files import text_lines
 from gpt4d.inference import files_of, inference_plan, trained_model
 from gpt4d.parallel.stage import Stage
 from gpt4d.runtime.consensus import run_on_rank0
-from gpt4d.runtime.errors import one_line_errors
+from gpt4d.runtime.errors import one_line, one_line_errors
 from gpt4d.runtime.launch import Launch
 from gpt4d.task import registry as tasks
 from gpt4d.task.task import InferenceConfig, Sampling
-from gpt4d.writing import replace_file, required_file
+from gpt4d.writing import replace_file, required_file, warn
 
-Message = dict[str, str]  # role and content
+Message = dict[str, Any]  # with role and content
 _RESET = "/reset"
 
 
@@ -52,9 +54,9 @@ class Answer(NamedTuple):
     complete: bool
 
 
-def ids_of(messages: Sequence[Message], tokenizer: Any) -> list[int]:
+def ids_of(messages: Sequence[Message], tokenizer: Any, tools: list | None = None) -> list[int]:
     """Return the ids of a conversation, up to the beginning of the next answer."""
-    text = tokenizer.apply_chat_template([*messages], tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template([*messages], tools=tools, tokenize=False, add_generation_prompt=True)
     return tokenizer.encode(text, add_special_tokens=False, verbose=False)  # without a warning about the length
 
 
@@ -240,7 +242,7 @@ def main(arguments: list[str]) -> None:
             "data.chat_template=FILE, or use gpt4d.generate"
         )
     conversations = _conversations(config) if config.prompts else []
-    ids = [ids_of(messages, tokenizer) for messages in conversations]
+    ids = [ids_of(each.messages, tokenizer, each.tools) for each in conversations]
     for number, each in enumerate(ids, 1):
         if len(each) >= settings.max_positions:
             raise ConfigError(
@@ -256,29 +258,42 @@ def main(arguments: list[str]) -> None:
             _answer_file(chat, conversations, ids, launch)
 
 
-def _conversations(config: ChatConfig) -> list[list[Message]]:
+def _conversations(config: ChatConfig) -> list[Conversation]:
     """Return the conversations in the file ``prompts``. Raises ConfigError for a file that cannot be used."""
-    try:
-        lines = Path(str(config.prompts)).read_text(encoding="utf-8").splitlines()
-        found = [_messages(line, config.system) for line in lines if line.strip()]
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            f"prompts={config.prompts}: {reason}; use a text, or JSON with messages, in each line"
-        ) from None
+    unread = Unread()
+    found = [
+        _with_system(_conversation(line, f"prompts={config.prompts}: line {number}", unread), config.system)
+        for number, line in enumerate(text_lines("prompts", str(config.prompts)), 1)
+        if line.strip()
+    ]
     if not found:
         raise ConfigError(f"prompts={config.prompts}: empty; write a message in each line")
+    if keys := sorted({key for kind, key in unread if kind == ROWS}):
+        warn(f"prompts={config.prompts}: keys of rows that are not read: {one_line(', '.join(keys))}")
     return found
 
 
-def _messages(line: str, system: str | None) -> list[Message]:
-    messages = json.loads(line)["messages"] if line.startswith("{") else [{"role": "user", "content": line}]
-    messages = [{"role": str(each["role"]), "content": str(each["content"])} for each in messages]
-    begins = system is None or messages[0]["role"] == "system"
-    return messages if begins else [{"role": "system", "content": str(system)}, *messages]
+def _conversation(line: str, location: str, unread: Unread) -> Conversation:
+    """Return the conversation in a line: a text, which is a message of the user, or JSON as in training."""
+    if not line.startswith("{"):
+        return Conversation([{"role": "user", "content": line}])
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{location}: invalid JSON ({one_line(error)}); use a text, or JSON with messages, in each line"
+        ) from None
+    return parse(row, location, unread)
 
 
-def _answer_file(chat: Chat, conversations: list[list[Message]], ids: list[list[int]], launch: Launch) -> None:
+def _with_system(conversation: Conversation, system: str | None) -> Conversation:
+    messages = conversation.messages
+    if system is None or (messages and messages[0]["role"] == "system"):
+        return conversation
+    return conversation._replace(messages=[{"role": "system", "content": system}, *messages])
+
+
+def _answer_file(chat: Chat, conversations: list[Conversation], ids: list[list[int]], launch: Launch) -> None:
     """Write the conversations with their answers to ``out``. Conversations of similar length are answered together."""
     order = sorted(range(len(ids)), key=lambda index: -len(ids[index]))
     answers: dict[int, Answer] = {}
@@ -288,10 +303,11 @@ def _answer_file(chat: Chat, conversations: list[list[Message]], ids: list[list[
     if launch.rank == 0:
         complete = (
             {
-                "messages": [*messages, {"role": "assistant", "content": answers[index].text}],
+                "messages": [*each.messages, {"role": "assistant", "content": answers[index].text}],
+                **({"tools": each.tools} if each.tools else {}),
                 "finish_reason": "stop" if answers[index].complete else "length",
             }
-            for index, messages in enumerate(conversations)
+            for index, each in enumerate(conversations)
         )
         out = Path(str(chat.config.out))
         with required_file(out):

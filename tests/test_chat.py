@@ -5,7 +5,7 @@ import itertools
 import json
 import os
 import signal
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -197,19 +197,43 @@ def test_a_character_appears_when_its_last_token_is_there(monkeypatch):
 def test_a_file_of_messages_is_answered(model, tmp_path, capsys):
     source, run = model
     questions, answers = tmp_path / "questions", tmp_path / "answers"
-    asked = "Gold and silver", "of every state"
-    questions.write_text(f"{asked[0]}\n\n{json.dumps({'messages': conversation(asked[1])})}\n")
+    asked = "Gold and silver", "of every\u2028state\x0c", "the people"
+    parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "people"}]
+    rows = {"messages": conversation(asked[1]), "id": 1}, {"conversations": [{"from": "human", "value": parts}]}
+    lines = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    questions.write_text(f"\ufeff{asked[0]}\r\n\n{lines}\n", encoding="utf-8")
     settings = ["temperature=0", f"tokens={TOKENS}", f"prompts={questions}", f"out={answers}", "batch_size=1"]
     chat.main([f"checkpoint={run}", *settings])
     expected = [conversation(text, expected_answer(source, text)) for text in asked]
-    found = [json.loads(line) for line in answers.read_text().splitlines()]
+    found = [json.loads(line) for line in answers.read_text().split("\n")[:-1]]
     assert found == [{"messages": messages, "finish_reason": "length"} for messages in expected]
-    assert "2 answers" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "3 answers" in said.out
+    assert f"warning: prompts={questions}: keys of rows that are not read: id\n" in said.err
+
+
+def test_tools_of_a_file_of_messages_are_rendered_and_written(model, tmp_path):
+    from transformers import PreTrainedTokenizerBase
+
+    run, tools = model[1], [{"name": "f"}]
+    questions, answers = tmp_path / "questions", tmp_path / "answers"
+    questions.write_text(json.dumps({"messages": conversation("Gold"), "tools": json.dumps(tools)}) + "\n")
+    apply, seen = PreTrainedTokenizerBase.apply_chat_template, []
+
+    def recorded(self, messages, tools=None, **settings):
+        seen.append(tools)
+        return apply(self, messages, tools=tools, **settings)
+
+    with patch.object(PreTrainedTokenizerBase, "apply_chat_template", recorded):
+        chat.main([f"checkpoint={run}", "tokens=2", f"prompts={questions}", f"out={answers}"])
+    assert seen == [tools] and json.loads(answers.read_text())["tools"] == tools
 
 
 def test_mistakes_are_reported_in_one_line(model, tmp_path):
     source, run = model
     (tmp_path / "empty").write_text("\n")
+    (tmp_path / "image").write_text('a\n{"messages": [{"role": "user", "content": [{"type": "image"}]}]}')
+    (tmp_path / "json").write_text("{")
     (tmp_path / "long").write_text(f"Gold\n\n{'Gold and silver ' * 60}\n")
     (source / "chat_template.jinja").rename(tmp_path / "template")
     import_model(str(source), tmp_path / "plain")
@@ -217,6 +241,8 @@ def test_mistakes_are_reported_in_one_line(model, tmp_path):
     mistakes = [
         ("prompts=a", "prompts=… out=…: set both"),
         (f"prompts={tmp_path / 'none'} out=b", "No such file"),
+        (f"prompts={tmp_path / 'image'} out=b", "line 2: messages[0]: content[0] is not a part with a text"),
+        (f"prompts={tmp_path / 'json'} out=b", "line 1: invalid JSON"),
         (f"prompts={tmp_path / 'empty'} out=b", "empty; write a message"),
         (f"prompts={tmp_path / 'long'} out=b", "conversation 2 has … in the model's maximum"),
         ("top_p=2", "top_p=2.0: use a value of at most 1"),

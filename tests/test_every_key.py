@@ -108,6 +108,7 @@ DATA = {  # a source that reads the key, and another value
     "data.split": ("c4", "test"),
     "data.column": ("jsonl", "title"),
     "data.skip_empty": ("text", True),
+    "data.strip": ("text", False),
     "data.tokenizer": ("text", "gpt2"),
     "data.tokenizer_vocab": ("text", 300),
     "data.chat_template": ("chat", "{directory}/a.txt"),

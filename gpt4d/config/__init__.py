@@ -39,6 +39,7 @@ from gpt4d.config.data_checks import (
     matching_files,
     newest_file,
     patterns,
+    suffix_source,
     tokenizer_file,
     written_source,
 )

@@ -29,6 +29,20 @@ _PATHS = {  # an example of data.path for each source that needs one
     "chat": 'a glob of files, such as data.path="sft/*.jsonl"',
     "pictures": 'a folder or a glob of files, such as data.path="photos/*.jpg"',
 }
+_FORMATS = {  # suffixes of files of rows, and the data.source that reads them
+    ".jsonl": "jsonl",
+    ".csv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+}
+_COMPRESSED = (".gz", ".zst", ".xz", ".bz2")  # suffixes of compressed files
+_TEXT = (  # suffixes of files that data=files reads as text
+    ".txt .text .md .markdown .rst .tex .html .htm .xml .log .srt .yaml .yml .toml .ini .cfg .css .sql .sh .py .pyi "
+    ".c .h .cc .cpp .cxx .hh .hpp .cu .cs .go .rs .java .kt .scala .swift .js .jsx .ts .tsx .php .rb .pl .lua .r .jl "
+    ".hs .ml .f90"
+)
 
 
 def check_data(data: DataConfig, model: str) -> None:
@@ -138,6 +152,9 @@ def _check_patterns(data: DataConfig, folders: bool) -> None:
             check_remote(pattern)
         elif not any(matching_files(pattern, folders)):
             raise ConfigError(f"data.path={pattern!r}: {_no_match(pattern, folders)}")
+        elif data.source == "files":
+            for file in matching_files(pattern):
+                file_source(file.suffixes, str(file))
 
 
 def patterns(path: Any) -> list[Any]:
@@ -266,14 +283,31 @@ def is_megatron(path: str) -> bool:
     return any(os.path.isfile(os.path.expanduser(path) + suffix) for suffix in (".idx", ".bin"))
 
 
-def file_source(suffixes: Iterable[str]) -> str:
-    """Return the ``data.source`` that reads a file with these suffixes: jsonl, csv, parquet, arrow or text."""
-    return next((source for source in ("jsonl", "csv", "parquet", "arrow") if f".{source}" in suffixes), "text")
+def suffix_source(suffixes: Iterable[str]) -> str | None:
+    """Return the ``data.source`` that reads a file of rows with these suffixes; None if no suffix names a format."""
+    lower = [suffix.lower() for suffix in suffixes]
+    return next((source for suffix, source in _FORMATS.items() if suffix in lower), None)
+
+
+def file_source(suffixes: Iterable[str], location: str) -> str:
+    """Return the ``data.source`` that reads a file: jsonl, csv, parquet, arrow or text.
+
+    Raises ConfigError, with the ``location`` of the file, if no suffix is known. A file without suffixes is text.
+    """
+    named = [suffix for suffix in suffixes if suffix.lower() not in _COMPRESSED]
+    source = suffix_source(named)
+    if source or not named or {*map(str.lower, named)} & {*_TEXT.split()}:
+        return source or "text"
+    raise ConfigError(
+        f"{location}: the suffix {named[-1]} is not known to data=files; leave the file out, or read files of this "
+        "format with data=text, jsonl, csv, parquet or arrow"
+    )
 
 
 def written_source(path: str) -> str:
-    """Return the ``data.source`` of text files by the suffixes of their glob (``file_source``)."""
-    return file_source(Path(path).suffixes)
+    """Return the ``data.source`` of text files by the suffix of their glob; ``files`` for a glob without one."""
+    suffixes = Path(path).suffixes
+    return suffix_source(suffixes) or ("text" if suffixes else "files")
 
 
 def tokenizer_file(path: str) -> Path:

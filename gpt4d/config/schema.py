@@ -86,6 +86,7 @@ class DataConfig:
         "text", "jsonl, csv, parquet, arrow, files, hub: column of the text; hub: column of the images"
     )
     skip_empty: bool = setting(False, "text: skip empty documents; false: an empty document is an error")
+    strip: bool = setting(True, "text: remove the whitespace at the beginning and the end of each document")
     blend: Any = setting(
         None,
         "blend: token directories or prefixes of Megatron's files, and weights: {tokens/a: 0.7, tokens/b: 0.3}; or "

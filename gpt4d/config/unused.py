@@ -165,8 +165,7 @@ def _reader(path: Any, pictures: bool) -> str:
         return "files"
     if is_megatron(path):
         return "megatron"
-    source = written_source(path)
-    return "tokens" if source == "text" and os.path.isdir(os.path.expanduser(path)) else source
+    return "tokens" if os.path.isdir(os.path.expanduser(path)) else written_source(path)
 
 
 def _with_tokenizer(config: Config) -> str | None:
@@ -262,6 +261,11 @@ _CONDITIONS: dict[str, Condition] = {
     "data.split": _from("hub"),
     "data.column": _from(*_ROWS),
     "data.skip_empty": _any(_on_text, _before_preparation),
+    "data.strip": _any(
+        _on_text,
+        _before_preparation,
+        _unless("data.source", "chat", remedy="leave it out"),
+    ),
     "data.blend": _from("blend"),
     "data.tokenizer": _any(_on_text, _with_tokenizer),
     "data.tokenizer_vocab": _on_text,

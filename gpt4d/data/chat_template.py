@@ -1,5 +1,6 @@
 """Chat templates: conversations as tokens, and the mask of the tokens that have a loss."""
 
+import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from tokenizers import Tokenizer
 
 from gpt4d.config import ConfigError
 from gpt4d.data import tokenizers
-from gpt4d.data.conversations import ASSISTANT, Conversation
+from gpt4d.data.conversations import ASSISTANT, Conversation, has_loss
 from gpt4d.runtime.errors import one_line
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -73,24 +74,47 @@ class ChatEncoder:
     def _rendered(self, conversation: Conversation, location: str) -> tuple[str, list[Span]]:
         """Return the rendered conversation, and the parts of it that have a loss."""
         messages, first, tools = conversation
+        trained = conversation.trained(self.train_on)
         marked = self.train_on == "assistant" and bool(_GENERATION.search(self.template))
         text, answers = self._render(messages, tools, location, marked=marked)
-        if self.train_on == "all":
-            return text, [(0, len(text))]
         if marked:
             before = [message for message in messages[:first] if message["role"] == ASSISTANT]
-            return text, answers[len(before) :]
-        for index in conversation.answers():
-            prompt, _ = self._render(messages[:index], tools, location, add_generation_prompt=True)
-            answered, _ = self._render(messages[: index + 1], tools, location)
-            if not (text.startswith(answered) and answered.startswith(prompt)):
+            have_loss = [has_loss(message) for message in messages[first:] if message["role"] == ASSISTANT]
+            answers = answers[len(before) :]
+            if all(have_loss):
+                return text, answers
+            if len(answers) != len(have_loss):
                 raise ConfigError(
-                    f"{location}: the chat template renders message {index} differently if more messages follow; set "
-                    "data.chat_template to a file that marks answers with {% generation %} and {% endgeneration %}, or "
-                    "use data.train_on=all"
+                    f"{location}: some answers have no loss, and the chat template marks {len(answers)} parts of "
+                    f"{len(have_loss)} answers; mark each answer once"
                 )
-            answers.append((len(prompt), len(answered)))
-        return text, answers
+            return text, [*itertools.compress(answers, have_loss)]
+        if self.train_on == "all":  # all but the messages without a loss
+            without = [
+                self._span(conversation, index, text, location)
+                for index in range(len(messages))
+                if index not in trained
+            ]
+            ends = [0, *itertools.chain(*without), len(text)]
+            return text, [*zip(ends[::2], ends[1::2], strict=True)]
+        return text, [self._span(conversation, index, text, location, True) for index in trained]
+
+    def _span(
+        self, conversation: Conversation, index: int, text: str, location: str, after_prompt: bool = False
+    ) -> Span:
+        """Return the part of the rendered conversation that a message adds, or adds to the generation prompt."""
+        messages, _, tools = conversation
+        before = ""
+        if index or after_prompt:  # many templates cannot render a conversation without messages
+            before, _ = self._render(messages[:index], tools, location, add_generation_prompt=after_prompt)
+        until, _ = self._render(messages[: index + 1], tools, location)
+        if not (text.startswith(until) and until.startswith(before)):
+            raise ConfigError(
+                f"{location}: the chat template renders message {index} differently if more messages follow; set "
+                "data.chat_template to a file that marks answers with {% generation %} and {% endgeneration %}, or "
+                "use data.train_on=all"
+            )
+        return len(before), len(until)
 
     def _render(
         self,

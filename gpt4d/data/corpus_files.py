@@ -16,6 +16,7 @@ from gpt4d.runtime.errors import one_line
 
 READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError)  # truncated, damaged, or not compressed
 _COMPRESSED_BYTES = 1 << 14  # compressed bytes per call; at the highest ratio, the result has half a gigabyte
+_PIECE_BYTES = 1 << 20  # decompressed bytes per call of lzma and bz2
 _REMOTE_BYTES = 1 << 20  # bytes per read of a remote file
 _TIMEOUT_S = 300.0  # for a web server that sends nothing
 # Keys under which file systems store a checksum of the content.
@@ -48,9 +49,9 @@ class CorpusFile(NamedTuple):
 
     @property
     def suffixes(self) -> list[str]:
-        """The suffixes of the name, such as .jsonl and .gz; without the query of a URL."""
+        """The suffixes of the name in lower case, such as .jsonl and .gz; without the query of a URL."""
         name = urlsplit(self.location).path if _is_http(self.location) else self.location
-        return PurePosixPath(name).suffixes
+        return [suffix.lower() for suffix in PurePosixPath(name).suffixes]
 
     @property
     def is_compressed(self) -> bool:
@@ -169,18 +170,40 @@ class _RemoteFile(io.RawIOBase):
 
 
 def _decompress_zstd(file: io.BufferedReader) -> Iterator[bytes]:
-    """Yield the content of all zstandard frames. Raises EOFError for a truncated one, OSError for an invalid one."""
     import zstandard
 
-    frame, rest = None, b""
     try:
-        while content := rest or file.read(_COMPRESSED_BYTES):
-            if frame is None or frame.eof:
-                frame = zstandard.ZstdDecompressor().decompressobj()
-            yield frame.decompress(content)
-            rest = frame.unused_data if frame.eof else b""
+        yield from _frames(
+            file, zstandard.ZstdDecompressor().decompressobj, lambda frame, content: [frame.decompress(content)]
+        )
     except zstandard.ZstdError as error:
         raise OSError(str(error)) from None
+
+
+def _in_pieces(frame: Any, content: bytes) -> Iterator[bytes]:
+    """Yield what a decompressor of lzma or bz2 makes of ``content``, in pieces of limited size."""
+    yield frame.decompress(content, _PIECE_BYTES)
+    while not (frame.eof or frame.needs_input):
+        yield frame.decompress(b"", _PIECE_BYTES)
+
+
+def _frames(
+    file: io.BufferedReader, decompressor: Callable[[], Any], decompress: Callable[[Any, bytes], Iterable[bytes]]
+) -> Iterator[bytes]:
+    """Yield the content of all frames of a compressed file. Zeros between and after frames are padding.
+
+    Raises EOFError for a truncated frame, and an error of the decompressor for anything else behind a frame.
+    """
+    frame, rest = None, b""
+    while content := rest or file.read(_COMPRESSED_BYTES):
+        rest = b""
+        if frame is None or frame.eof:
+            content = content.lstrip(b"\0") if frame else content
+            if not content:
+                continue
+            frame = decompressor()
+        yield from decompress(frame, content)
+        rest = frame.unused_data if frame.eof else b""
     if frame is None or not frame.eof:
         raise EOFError("the file is truncated")
 
@@ -205,9 +228,13 @@ class _ChunkReader(io.RawIOBase):
         return size
 
 
+def _reader(chunks: Iterator[bytes]) -> io.BufferedReader:
+    return io.BufferedReader(_ChunkReader(chunks))
+
+
 _DECOMPRESSED: dict[str, Callable[[io.BufferedReader], Any]] = {
     ".gz": gzip.open,
-    ".xz": lzma.open,
-    ".bz2": bz2.open,
-    ".zst": lambda file: io.BufferedReader(_ChunkReader(_decompress_zstd(file))),
+    ".xz": lambda file: _reader(_frames(file, lzma.LZMADecompressor, _in_pieces)),
+    ".bz2": lambda file: _reader(_frames(file, bz2.BZ2Decompressor, _in_pieces)),
+    ".zst": lambda file: _reader(_decompress_zstd(file)),
 }

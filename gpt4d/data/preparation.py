@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
@@ -14,11 +15,14 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from gpt4d.config import HEADER, ConfigError, DataConfig
-from gpt4d.data import chat_template, documents, encoding, parts, tokenizers, tokens
+from gpt4d.data import chat_template, conversations, documents, encoding, parts, tokenizers, tokens
+from gpt4d.data.conversations import Unread
 from gpt4d.data.documents import Document
 from gpt4d.data.encoding import Encoded, Encoding
 from gpt4d.data.tokens import TokenFiles
 from gpt4d.files import sync, write_file
+from gpt4d.runtime.errors import one_line
+from gpt4d.writing import warn
 
 PROGRESS = "progress.json"
 PART_TOKENS = 1 << 26  # training tokens per part, the maximum that an interruption loses
@@ -30,7 +34,7 @@ def identity_of(config: DataConfig) -> str:
     tokenizer = sorted(tokenizers.from_config(config).items()) if config.tokenizer else config.tokenizer_vocab
     facts: tuple = (tokens.FORMAT, documents.identity(config), tokenizer, config.validation_fraction)
     if config.source == "chat":
-        facts += (config.train_on,)
+        facts += (config.train_on, conversations.READ)
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
@@ -64,14 +68,17 @@ class Preparation:
         """Write the remaining parts and the header. Raises ConfigError if there is no text to train on."""
         train_on = self.config.train_on if self.masked else None
         settings = Encoding(self.tokenizer_file, self.end, self.dtype, self.config.validation_fraction, train_on)
-        pace = _Pace(documents.size(self.config))
-        read = documents.documents(self.config)
+        pace, unread = _Pace(documents.size(self.config)), Unread()
+        read = documents.documents(self.config, unread)
         if self.held_out is not None:
             read = (d for d in read if documents.is_held_out(d.text, self.config.validation_fraction))
         remaining = pace.track(itertools.islice(read, self.documents_done, None))
         with closing(encoding.encode_documents(remaining, settings, self.config.processes)) as encoded:
             while self._write_part(encoded, pace):
                 self._save_progress()
+        if self.held_out == 0:  # a stream without held-out documents, which has read no row
+            next(documents.documents(self.config, unread), None)
+        self._warn_of(unread)
         if self.held_out is None and not sum(part["train"]["tokens"] for part in self.parts):
             source = f"data.source={self.config.source}, data.path={self.config.path!r}"
             if self.parts:
@@ -89,6 +96,17 @@ class Preparation:
         }
         write_file(self.directory / HEADER, json.dumps(header, indent=1).encode())
         sync(self.directory)
+
+    def _warn_of(self, unread: Unread) -> None:
+        """Print a warning of the keys of rows and messages that neither gpt4d nor the chat template reads."""
+        template = (chat_template.find(tokenizers.companions(self.directory)) or "") if self.masked else ""
+        names: dict[str, list[str]] = {}
+        for (kind, key), count in sorted(unread.items()):
+            by_template = kind == conversations.MESSAGES and re.search(rf"\b{re.escape(key)}\b", template)
+            if not by_template and not (kind == conversations.OTHER_ROLES and self.config.train_on == "all"):
+                names.setdefault(kind, []).append(f"{one_line(key)} ({count:,})")
+        for kind, found in names.items():
+            warn(f"data={self.config.name}: keys of {kind}: {', '.join(found)}")
 
     def _write_part(self, encoded: Iterator[Encoded], pace: "_Pace") -> bool:
         """Write one part and return True; or return False if no document is left."""

@@ -6,7 +6,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -118,6 +118,19 @@ def hub_shards(config: DataConfig) -> list[Shard]:
     return [Shard(rows.shard(count, number), f"{config.path}: shard {number}") for number in range(count)]
 
 
+class _Validated:
+    """Rows of Arrow files, which are validated: pyarrow reads outside a damaged file if an offset is too large."""
+
+    def __init__(self, rows: Any):
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[dict]:
+        start = 0
+        for batch in self.rows.data.to_batches():
+            batch.validate(full=True)
+            yield from self.rows.select(range(start, start := start + batch.num_rows))
+
+
 def _open_dataset(config: DataConfig) -> Iterable[dict]:
     """Open a dataset. Raises ConfigError if it cannot be opened."""
     assert config.path
@@ -141,5 +154,5 @@ def _load_dataset(config: DataConfig) -> Iterable[dict]:
     directory = Path(config.path)
     if (directory / "state.json").exists() or (directory / "dataset_dict.json").exists():
         rows = datasets.load_from_disk(config.path)
-        return rows[config.split] if isinstance(rows, datasets.DatasetDict) else rows
+        return _Validated(rows[config.split] if isinstance(rows, datasets.DatasetDict) else rows)
     return datasets.load_dataset(config.path, config.subset, split=config.split, streaming=True)

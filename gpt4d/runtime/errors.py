@@ -29,8 +29,8 @@ class OutOfMemory(RankError):
     """Error of one rank whose memory is exhausted."""
 
 
-def one_line(error: BaseException) -> str:
-    """Return a library's error message as one line of limited length; the type of the error if it has no message."""
+def one_line(error: object) -> str:
+    """Return a library's error, or a text, as one line of limited length; the type of an error without a message."""
     return printable(" ".join(str(error).split())[:300]) or type(error).__name__
 
 

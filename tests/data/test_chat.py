@@ -1,12 +1,16 @@
 """Conversations become tokens as transformers renders and encodes them, with a loss on the answers."""
 
+import gzip
 import hashlib
 import json
 import re
 from dataclasses import replace
 
+import datasets
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from gpt4d.config import DataConfig, check_data
 from gpt4d.data import encoding, preparation, prepare, tokenizers
@@ -59,6 +63,13 @@ def shown(encoder, conversation):
     return encoder.tokenizer.decode(np.array(ids)[mask].tolist(), skip_special_tokens=False)
 
 
+STRICT = "{% if messages[0].role %}{% endif %}" + TEMPLATE  # as many templates, it needs a message
+
+
+def parts(*texts):
+    return [{"type": "text", "text": text} for text in texts]
+
+
 QUESTION, ANSWER = "alpha beta", "gamma delta"
 SHAREGPT = [{"from": "human", "value": QUESTION}, {"from": "gpt", "value": ANSWER}]
 
@@ -72,11 +83,12 @@ SHAREGPT = [{"from": "human", "value": QUESTION}, {"from": "gpt", "value": ANSWE
         {"conversations": [user(QUESTION), assistant(ANSWER)]},
         {"prompt": QUESTION, "completion": ANSWER},
         {"prompt": [user(QUESTION)], "completion": [assistant(ANSWER)]},
+        {"messages": [user(parts("alpha ", "beta")), assistant(parts(ANSWER))], "tools": "[]"},
     ],
-    ids=["messages", "empty keys", "ShareGPT", "conversations", "prompt", "prompt of messages"],
+    ids=["messages", "empty keys", "ShareGPT", "conversations", "prompt", "prompt of messages", "parts"],
 )
 def test_every_format_gives_the_messages_and_a_loss_on_the_answer(directory, row):
-    conversation = Conversation.from_text(parse(row, "a.jsonl:1").to_text())
+    conversation = Conversation.from_text(parse(row, "a.jsonl:1").to_text("here"))
     assert conversation.messages == [user(QUESTION), assistant(ANSWER)]
     assert shown(encoder(directory), conversation) == f"{ANSWER}<|im_end|>\n"
 
@@ -87,6 +99,16 @@ def test_only_the_completion_has_a_loss_even_if_the_prompt_has_answers(directory
     conversation = parse({"prompt": prompt, "completion": [assistant("delta")]}, "here")
     assert shown(encoder(directory, template), conversation) == "delta<|im_end|>\n"
     assert shown(encoder(directory, template, "all"), conversation).startswith("user\nalpha<|im_end|>\n")
+
+
+@pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}, {"training": 0}, {"loss": False}, {"weight": 0.0}])
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED, STRICT], ids=["rendered prefixes", "marks", "no empty list"])
+def test_a_message_that_its_keys_exclude_has_no_loss(directory, template, flag):
+    messages = [user("alpha") | flag, assistant("beta") | flag, user("gamma"), assistant("delta") | {"weight": 1}]
+    conversation = parse({"messages": messages}, "here")
+    assert shown(encoder(directory, template), conversation) == "delta<|im_end|>\n"
+    rest = "<|im_start|>user\ngamma<|im_end|>\n<|im_start|>assistant\ndelta<|im_end|>\n"
+    assert shown(encoder(directory, template, "all"), conversation) == rest
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, MARKED], ids=["rendered prefixes", "marks"])
@@ -181,8 +203,20 @@ MISTAKES = {  # a line that is wrong, and the error
     "no role": ({"messages": [{"text": "a"}]}, r"messages\[0\] has no text in role and content \(here: text\); use"),
     "no text": ({"messages": [user("a"), assistant(3)]}, r"messages\[1\] has no text in role and content"),
     "half a prompt": ({"prompt": 3, "completion": "a"}, r"prompt is neither a text nor a list of messages"),
-    "no answer": ({"messages": [user("alpha")]}, r"a conversation without an answer; remove .* data\.skip_empty"),
+    "no answer": (
+        {"messages": [user("alpha")]},
+        r"a conversation without an answer to train on; remove .* data\.skip_empty",
+    ),
     "an empty answer": ({"messages": [user("alpha"), assistant(" ")]}, r"a conversation without an answer"),
+    "a weight between": ({"messages": [user("a"), assistant("b") | {"weight": 0.5}]}, r"messages\[1\]: weight=0\.5: a"),
+    "no loss": ({"messages": [user("a"), assistant("b") | {"train": False}]}, r"without an answer to train on"),
+    "an image": (
+        {"messages": [user([{"type": "image_url"}])]},
+        r"messages\[0\]: content\[0\] is not a part with a text",
+    ),
+    "tools": ({**GOOD, "tools": "[1"}, r"tools is a text without JSON"),
+    "one tool": ({**GOOD, "tools": {"name": "a"}}, r"tools is not a list of descriptions"),
+    "lines in a key": ({"a\nb": 1}, r"no conversation in the columns a b; rename"),
     "half a character": ({"messages": [user("\ud800"), assistant("a")]}, r"is half of a surrogate pair"),
 }
 
@@ -195,8 +229,49 @@ def test_the_error_for_a_wrong_line_names_file_line_and_remedy(config, tmp_path,
         prepare.prepare(replace(config, path=str(path)), tmp_path / "out")
 
 
+def test_keys_that_are_not_read_are_named_once_with_their_number(config, tmp_path, capfd):
+    asked = {"role": "user", "content": [{"type": "text", "text": "a", "cache": 1}], "name": "x", "weight": 1}
+    rows = [{"messages": [asked, assistant("b") | {"id": 7}], "source": "s", "null": None, "tools": None}] * 3
+    (tmp_path / "own.jinja").write_text(TEMPLATE.replace("{{ message.role }}", "{{ message.role }} {{ message.name }}"))
+    config = replace(config, path=str(write_lines(tmp_path / "a.jsonl", rows)))
+    first = [
+        "warning: data=chat: keys of messages that the chat template does not name: id (3), name (3)",
+        "warning: data=chat: keys of messages without effect, as data.train_on=assistant: weight=1 (3)",
+        "warning: data=chat: keys of parts of messages that are not read: cache (3)",
+        "warning: data=chat: keys of rows that are not read: source (3)",
+    ]
+    prepare.prepare(config, tmp_path / "first")
+    assert capfd.readouterr().err.splitlines() == first
+    prepare.prepare(replace(config, chat_template=str(tmp_path / "own.jinja"), train_on="all"), tmp_path / "second")
+    assert capfd.readouterr().err.splitlines() == [first[0].replace(", name (3)", ""), *first[2:]]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow", "jsonl.gz", "NDJSON"])
+def test_conversations_in_files_of_all_formats_have_equal_tokens(config, tmp_path, suffix):
+    rows = [{"messages": messages, "tools": "[]"} for messages in conversations(5)]
+    call = {"function": {"name": "f", "arguments": {"x": 1}}}
+    rows += [{"messages": [user("a"), assistant("b") | {"tool_calls": [call]}], "tools": json.dumps([{"name": "f"}])}]
+    rows += [{"messages": [user("a"), assistant("b") | {"tool_calls": [{"function": {"name": "g"}}]}]}]
+    template = tmp_path / "calls.jinja"
+    template.write_text(TEMPLATE.replace("{{ message.content }}", "{{ message | tojson }}{{ tools }}"))
+    expected = write_lines(tmp_path / "expected.jsonl", rows)
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif suffix == "arrow":
+        datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+        (path,) = (tmp_path / "saved").glob("*.arrow")
+    else:
+        path.write_bytes(gzip.compress(expected.read_bytes()) if suffix == "jsonl.gz" else expected.read_bytes())
+    found = [
+        prepare.prepare(replace(config, path=str(each), chat_template=str(template)), tmp_path / name)
+        for name, each in (("one", expected), ("two", path))
+    ]
+    assert found[0].tokens("train")[:].tolist() == found[1].tokens("train")[:].tolist()
+
+
 def test_conversations_without_an_answer_are_skipped_on_request(config, tmp_path):
-    rows = [GOOD, {"messages": [user("alpha")]}, GOOD]
+    rows = [GOOD, {"messages": [user("alpha")]}, {"messages": None}, {"prompt": "alpha", "completion": None}, GOOD]
     config = replace(config, path=str(write_lines(tmp_path / "a.jsonl", rows)), skip_empty=True)
     assert prepare.prepare(config, tmp_path / "out").count("train", "documents") == 2
 

@@ -1,5 +1,6 @@
 """All sources yield the same documents, and errors name file and line."""
 
+import ast
 import bz2
 import csv
 import gzip
@@ -20,7 +21,10 @@ from pyarrow import ipc, parquet
 from gpt4d.config import DataConfig, check_data, patterns
 from gpt4d.data import sources
 from gpt4d.data.documents import documents, files, identity, is_held_out, readers, size
+from tests.support.commands import command
 from tests.support.data_files import flip_bit, one_line
+from tests.support.environment import REPOSITORY
+from tests.support.grids import full
 from tests.support.settings import configured
 
 TEXTS = ["one\ntwo", "drei, vier – fünf", "六 " * 3 + "end"]
@@ -31,11 +35,11 @@ def lines_of_json(key="text") -> bytes:
     return "".join(json.dumps({"id": 1, key: text}) + "\n" for text in TEXTS).encode()
 
 
-def table(write, texts=TEXTS, **settings) -> bytes:
-    """Return a file of two batches that one of pyarrow's writers has written."""
+def table(write, texts=TEXTS, batch_rows=2) -> bytes:
+    """Return a file of batches that one of pyarrow's writers has written."""
     content, rows = io.BytesIO(), pyarrow.table({"id": [*range(len(texts))], "text": texts})
-    with write(content, rows.schema, **settings) as writer:
-        for batch in rows.to_batches(max_chunksize=2):
+    with write(content, rows.schema) as writer:
+        for batch in rows.to_batches(max_chunksize=batch_rows):
             writer.write_batch(batch)
     return content.getvalue()
 
@@ -136,13 +140,24 @@ NOT_UTF8 = table(parquet.ParquetWriter, pyarrow.array([b"fine", b"\xff\xfe"]).vi
         ("a.jsonl.xz", b"nonsense", r"a\.jsonl\.xz: cannot be read"),
         ("a.jsonl.bz2", bz2.compress(JSON)[:-9], r"a\.jsonl\.bz2: cannot be read"),
         ("a.jsonl.bz2", b"", r"a\.jsonl\.bz2: cannot be read \(the file is empty\)"),
+        ("a.jsonl.xz", lzma.compress(JSON) + b"garbage", r"a\.jsonl\.xz: cannot be read"),
+        ("a.jsonl.bz2", bz2.compress(JSON) + b"garbage", r"a\.jsonl\.bz2: cannot be read"),
+        ("a.jsonl.gz", gzip.compress(JSON) + b"garbage", r"a\.jsonl\.gz: cannot be read"),
+        (
+            "a.json",
+            b'[{"text": "x"},\n{"text": "y"}]\n',
+            r"a\.json:1: invalid JSON .* a row is an object in one",
+        ),
+        ("a.jsonl", b'{"text": null}\n', r"a\.jsonl:1: an empty document; .* data\.skip_empty=true"),
+        ("a.jsonl", b'{"a\\nb": "x"}\n', r"a\.jsonl:1: no text in data\.column=text; .* \(here: a b\)"),
+        ("a.tar.gz", gzip.compress(b"x"), r"a\.tar\.gz: the suffix \.tar is not known to data=files; leave .* or read"),
         ("a.csv", b'text\n"fine"\n"open\n', r"a\.csv:3: invalid CSV \(unexpected end of data\); fix or remove the"),
         ("a.csv", b"id,body\n1,x\n", r"a\.csv:2: no text in data\.column=text; .* \(here: id, body\)"),
         ("a.csv", b"text,id\n\xff,1\n", r"a\.csv:2: byte 0 is not UTF-8"),
         ("a.arrow", b"nonsense", r"a\.arrow: cannot be read"),
         ("a.arrow", b"", r"a\.arrow: cannot be read"),
         ("a.parquet", b"nonsense", r"a\.parquet: cannot be read"),
-        ("a.parquet", NOT_UTF8, r"a\.parquet: cannot be read \(.*utf-8"),
+        ("a.parquet", NOT_UTF8, r"a\.parquet: cannot be read \(.*UTF8"),
     ],
     ids=itertools.count(),
 )
@@ -150,6 +165,105 @@ def test_errors_name_the_file_the_line_and_a_remedy(tmp_path, name, content, mes
     (tmp_path / name).write_bytes(content)
     with one_line(message):
         texts_of(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.json.gz", gzip.compress(JSON)),
+        ("A.JSONL", b"\xef\xbb\xbf" + JSON + b"\n \n"),
+        ("a.NDJSON.GZ", gzip.compress(JSON) + bytes(8)),
+        ("a.jsonl.xz", lzma.compress(JSON[:9]) + bytes(4) + lzma.compress(JSON[9:]) + bytes(8)),
+        ("a.jsonl.bz2", bz2.compress(JSON[:9]) + bz2.compress(JSON[9:]) + bytes(8)),
+        ("a.jsonl", b'{"text": null}\n\n{"text": ""}\n' + JSON),
+    ],
+)
+def test_suffixes_of_any_case_blank_lines_marks_and_padding_add_no_text(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    assert texts_of(tmp_path / name, skip_empty=True) == TEXTS
+    check_data(DataConfig(source="files", path=str(tmp_path / name), tokenizer_vocab=300), "gpt_tiny")
+
+
+@pytest.mark.parametrize("content", ["x\u2028y\x0cz\x85w", "\ufeffx"])
+def test_a_line_ends_at_a_newline_and_a_mark_at_the_beginning_is_no_text(tmp_path, content):
+    (tmp_path / "a.txt").write_text(content, encoding="utf-8")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": content.lstrip("\ufeff")}, ensure_ascii=False))
+    assert texts_of(tmp_path / "a.*") == [content.lstrip("\ufeff")] * 2
+
+
+def test_no_line_of_a_users_file_is_split_by_splitlines():
+    """str.splitlines also splits at U+2028, form feeds and further characters."""
+    own = {"evaluation/tasks.py", "config/machine.py", "files.py", "runs/history.py", "data/tokenizers.py"}
+    package, found = REPOSITORY / "gpt4d", set()
+    for path in package.rglob("*.py"):
+        calls = (node.attr for node in ast.walk(ast.parse(path.read_bytes())) if isinstance(node, ast.Attribute))
+        found |= {str(path.relative_to(package))} if "splitlines" in calls else set()
+    assert found <= own, "messages of errors, files of the system, logs of gpt4d, and GPT-2's merges"
+
+
+def test_whitespace_around_documents_is_kept_on_request(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "  x\n"}) + json.dumps({"text": " "}).join("\n\n"))
+    settings = {"path": str(tmp_path / "a.jsonl"), "source": "jsonl", "skip_empty": True}
+    kept, stripped = DataConfig(**settings, strip=False), DataConfig(**settings)
+    assert [document.text for document in documents(kept)] == ["  x\n"] and texts_of(**settings) == ["x"]
+    assert identity(kept) != identity(stripped)
+
+
+def test_a_row_that_memory_cannot_hold_is_named(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_bytes(JSON)
+
+    def loads(text, original=json.loads):
+        if "drei" in text:
+            raise MemoryError
+        return original(text)
+
+    monkeypatch.setattr(json, "loads", loads)
+    with one_line(r"a\.jsonl:1: out of memory while this row or the next one is read; split it into shorter"):
+        texts_of(tmp_path / "a.jsonl")
+
+
+READ_DAMAGED = """
+import random, sys
+from pathlib import Path
+from gpt4d.config import ConfigError, DataConfig
+from gpt4d.data.documents import documents
+
+(path, intact), (seeds, source, read) = map(Path, sys.argv[1:3]), sys.argv[3:]
+for seed in map(int, seeds.split()):
+    draw, content = random.Random(seed), bytearray(intact.read_bytes())
+    for _ in range(draw.randint(1, 3)):
+        content[draw.randrange(len(content))] = draw.randrange(256)
+    path.write_bytes(content)
+    print("seed", seed, flush=True)
+    try:
+        found = [document.text for document in documents(DataConfig(source=source, path=read))]
+        assert source == "parquet" or all(text.encode() in content for text in found), "memory outside the file"
+        print("read" if "".join(found) in intact.read_bytes().decode(errors="replace") else "changed")
+    except ConfigError as error:
+        assert "\\n" not in str(error)
+        print("line")
+"""
+
+
+@pytest.mark.parametrize("seeds", [range(40), full(range(40, 2000))], ids=str)
+@pytest.mark.parametrize("kind", ["arrow file", "arrow stream", "parquet", "saved dataset"])
+def test_a_damaged_file_of_columns_gives_text_of_the_file_or_one_line(tmp_path, kind, seeds):
+    texts = [f"text {number}" for number in range(100)]
+    source, read = "parquet" if kind == "parquet" else "arrow", str(path := tmp_path / "a")
+    if kind == "saved dataset":
+        datasets.Dataset.from_dict({"text": texts}).save_to_disk(str(tmp_path / "d"))
+        (path,) = (tmp_path / "d").glob("*.arrow")
+        source, read = "hub", str(tmp_path / "d")
+        content = path.read_bytes()
+    else:
+        write = {"arrow file": ipc.new_file, "arrow stream": ipc.new_stream}.get(kind, parquet.ParquetWriter)
+        content = table(write, texts, 100)
+    (tmp_path / "intact").write_bytes(content)
+    words = [str(path), str(tmp_path / "intact"), " ".join(map(str, seeds)), source, read]
+    done = command("-c", READ_DAMAGED, *words)
+    assert done.returncode == 0, f"{done.returncode}: {done.stdout[-300:]} {done.stderr[-2000:]}"
+    lines = done.stdout.split("\n")
+    assert lines.count("line") and lines.count("line") + lines.count("read") + lines.count("changed") == len(seeds)
 
 
 def test_library_messages_of_several_lines_become_one_line(tmp_path, monkeypatch):
