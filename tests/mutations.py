@@ -89,7 +89,7 @@ MUTATIONS = [
     ),
     Mutation(
         "runtime/errors.py",
-        "sys.exit(EXIT_CODE if isinstance(error, PortTaken) else 1)",
+        "sys.exit(error.exit_code)",
         "sys.exit(1)",
         "a job whose port is taken ends with the exit code of a requeue",
         "tests/runtime/test_isolation.py",

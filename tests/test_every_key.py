@@ -118,7 +118,7 @@ DATA = {  # a source that reads the key, and another value
 UNREAD = {  # keys without results of which tests/test_unused.py checks that a text on a CPU does not read them
     "train.cuda_graphs",  # tests/parallel/test_cuda_graphs.py compares the losses
     "optim.validate_averages",  # tests/task/test_validation_sets.py compares the losses
-    "data.skip_long", "logging.sample_images", "logging.sample_steps",
+    "data.retry_s", "data.skip_long", "logging.sample_images", "logging.sample_steps",
     "model.imbalance",  # only the planner reads it
 }  # fmt: skip
 

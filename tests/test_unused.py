@@ -25,6 +25,8 @@ CASES = [  # a model with settings | unused settings, a part of each reason, and
     ("gpt_tiny | data.chat_template=a.jinja data.train_on=all",
      "data.source=sotu does not read it; leave it out, or set data.source=chat", "data=chat"),
     ("gpt_tiny | data.skip_long=false", "set data.source=chat or tokens or blend", "data=tokens"),
+    ("gpt_tiny data=text data.path=a.txt | data.retry_s=9", "data.path=a.txt has no URL; leave it out",
+     "data.path=https://a.b/c.txt"),
     ("gpt_tiny data=chat | data.strip=false", "data.source=chat does not read it; leave it out", "data=text"),
     ("gpt_tiny data=chat | data.reset_attention=true", "attention never crosses conversations", "data=text"),
     ("gpt_tiny data=tokens | data.stream=true", "data.source=tokens has tokens already; leave it out", "data=text"),

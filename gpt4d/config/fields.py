@@ -26,9 +26,11 @@ class ConfigError(ValueError):
 
     Attributes:
         all_ranks_raised: whether all ranks of the job are known to have raised it, so that no rank waits for another.
+        exit_code: exit code of the command that it ends.
     """
 
     all_ranks_raised = False
+    exit_code = 1
 
     def __init__(self, *problems: str):
         super().__init__("\nerror: ".join(map(printable, problems)))

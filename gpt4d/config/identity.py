@@ -36,6 +36,7 @@ _EFFECTS = {
     "data.reset_attention": Effect.RESULTS,
     "data.skip_long": Effect.NONE,  # the remaining conversations do not depend on it
     "data.validation": Effect.NONE,
+    "data.retry_s": Effect.NONE,
     "data.processes": Effect.NONE,
     "data.workers": Effect.NONE,
     "data.cache_dir": Effect.NONE,

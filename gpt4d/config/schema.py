@@ -98,6 +98,12 @@ class DataConfig:
     tokenizer_vocab: int | None = setting(
         _MODEL_VOCABULARY, "maximum vocabulary of a trained tokenizer", **(SIZE | {"at_least": 258})
     )
+    retry_s: float = setting(
+        300.0,
+        "URLs: seconds for which a failed read is repeated; then the run ends with code 75",
+        at_least=0,
+        at_most=1e6,
+    )
     chat_template: str | None = setting(None, "chat: file of a Jinja template; null: the tokenizer's template")
     train_on: str = setting("assistant", "chat: messages whose tokens have a loss", choices=("assistant", "all"))
     skip_long: bool = setting(True, "chat: leave out conversations that exceed a sequence; false: they are an error")

@@ -11,7 +11,7 @@ from typing import Any
 
 from gpt4d.config.checks import has_experts
 from gpt4d.config.composing import CONFIG_DIR, preset
-from gpt4d.config.data_checks import blend_paths, is_megatron, tokenizer_file, written_source
+from gpt4d.config.data_checks import blend_paths, is_megatron, is_remote, patterns, tokenizer_file, written_source
 from gpt4d.config.fields import ConfigError
 from gpt4d.config.schema import Config, MuonConfig
 from gpt4d.config.values import value_of
@@ -157,6 +157,12 @@ def _with_path(config: Config) -> str | None:
     return f"data.source={data.source} reads no path; add data={_reader(data.path, _trains_on_images(config))}"
 
 
+def _at_url(config: Config) -> str | None:
+    if any(isinstance(path, str) and is_remote(path) for path in patterns(config.data.path)):
+        return None
+    return f"data.path={config.data.path} has no URL; leave it out"
+
+
 def _reader(path: Any, pictures: bool) -> str:
     """Return the source that probably reads ``path``."""
     if pictures:
@@ -269,6 +275,7 @@ _CONDITIONS: dict[str, Condition] = {
     "data.blend": _from("blend"),
     "data.tokenizer": _any(_on_text, _with_tokenizer),
     "data.tokenizer_vocab": _on_text,
+    "data.retry_s": _at_url,
     "data.chat_template": _from("chat"),
     "data.train_on": _from("chat"),
     "data.skip_long": _from(*_CONVERSATIONS),

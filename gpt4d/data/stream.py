@@ -110,7 +110,7 @@ class Stream:
                     sequences, positions = zip(*itertools.islice(self._sequences, BLOCK), strict=True)
                 except ConfigError as error:
                     self._next = -1
-                    raise RankError(str(error)) from None
+                    raise RankError(str(error), error.exit_code) from None
                 self._blocks[self._next] = np.stack(sequences)
                 self._next += 1
                 self._starts[self._next] = positions[-1]

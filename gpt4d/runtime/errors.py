@@ -19,10 +19,25 @@ class PortTaken(ConfigError):
     """Error of a job whose port another process uses. The same command may succeed later, or on another node."""
 
     all_ranks_raised = True  # each rank detects it independently, rank 0 first
+    exit_code = EXIT_CODE
+
+
+class Unavailable(ConfigError):
+    """Error of a server that does not deliver the data. The same command may succeed later."""
+
+    exit_code = EXIT_CODE
 
 
 class RankError(RuntimeError):
-    """Error of one rank that is reported without a traceback, as one line with location and remedy."""
+    """Error of one rank that is reported without a traceback, as one line with location and remedy.
+
+    Attributes:
+        exit_code: exit code of the job that it ends.
+    """
+
+    def __init__(self, message: str, exit_code: int = 1):
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class OutOfMemory(RankError):
@@ -36,7 +51,7 @@ def one_line(error: object) -> str:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Print a ConfigError (Hydra's and OmegaConf's errors included) as one line and exit with code 1 (PortTaken: 75).
+    """Print a ConfigError (Hydra's and OmegaConf's errors included) as one line, and exit with the error's code.
 
     Usually all ranks raise the same error and rank 0 prints it. All further ranks wait before they exit, because a
     launcher ends all processes as soon as one fails, and rank 0 may be slower. After that wait, the first rank of every
@@ -53,7 +68,7 @@ def one_line_errors() -> Iterator[None]:
         sys.exit(_INTERRUPTED)
     except RankError as raised:  # the error of a single rank; with several ranks, the rendezvous reports it
         print_error(str(raised))
-        sys.exit(1)
+        sys.exit(raised.exit_code)
     except Exception as raised:
         error = to_config_error(raised)
         if not isinstance(error, ConfigError):
@@ -64,4 +79,4 @@ def one_line_errors() -> Iterator[None]:
             time.sleep(_SHORT_GRACE_S if error.all_ranks_raised else PRINT_GRACE_S)
         if not launch.local_rank:
             print_error(str(error))
-        sys.exit(EXIT_CODE if isinstance(error, PortTaken) else 1)
+        sys.exit(error.exit_code)

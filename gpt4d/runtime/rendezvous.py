@@ -111,7 +111,7 @@ class Rendezvous:
         own = torch.OutOfMemoryError, torch.AcceleratorError, RankError
         may_be_secondary = isinstance(error, RuntimeError) and not isinstance(error, own)
         cause = str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"
-        failure = self.watchdog.fail(cause, may_be_secondary)
+        failure = self.watchdog.fail(cause, may_be_secondary, getattr(error, "exit_code", 1))
         # This rank may have reported a hang before, and its error results from the exit of another rank.
         is_reported = (failure.rank, failure.cause) == (self.launch.rank, cause)
         if is_reported and not isinstance(error, RankError):
@@ -133,7 +133,7 @@ class Rendezvous:
         except Exception:
             traceback.print_exc()
         finally:  # exit even if the body fails, because the main thread may be blocked
-            os._exit(1)
+            os._exit(failure.exit_code)
 
     def _print(self, failure: Failure) -> None:
         """Print why the job ends, and write it to the run's files."""

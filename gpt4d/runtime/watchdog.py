@@ -38,6 +38,7 @@ class Failure:
     waiting: dict | None = None  # for a hang: what that rank waited for, see HangDetector.waiting
     message: str = ""  # the complete message, if it is not about the failure of that rank
     lost: Sequence[int] = ()  # ranks that have ended without a report or do not answer
+    exit_code: int = 1  # of all ranks
 
     @property
     def all_ranks_answer(self) -> bool:
@@ -106,26 +107,27 @@ class Watchdog:
         text = self.store.get("failure")
         return Failure(**json.loads(text)) if text else None
 
-    def fail(self, cause: str, may_be_secondary: bool) -> Failure:
+    def fail(self, cause: str, may_be_secondary: bool, exit_code: int = 1) -> Failure:
         """Report that this rank has failed and return the failure that ends the job.
 
         Args:
             cause: the error, for the message.
             may_be_secondary: the error may be a consequence of a lost rank. Wait until that rank is found or has
                 reported its own failure. If neither happens, report this rank's error.
+            exit_code: exit code of all ranks if this rank's error is reported.
         """
         try:
             failure = self._primary_failure() if may_be_secondary else None
-            return self._described(failure or self._report(self._own_failure(cause)))
+            return self._described(failure or self._report(self._own_failure(cause, exit_code=exit_code)))
         except StoreLost as error:
-            return self.store_lost(error) if may_be_secondary else self._own_failure(cause)
+            return self.store_lost(error) if may_be_secondary else self._own_failure(cause, exit_code=exit_code)
 
     def _report(self, failure: Failure) -> Failure:
         """Store ``failure`` unless an earlier failure, its probable cause, is stored. Return the stored failure."""
         return Failure(**json.loads(self.store.set_first("failure", json.dumps(asdict(failure)))))
 
-    def _own_failure(self, cause: str, waiting: dict | None = None) -> Failure:
-        return Failure(self.rank, socket.gethostname(), cause, waiting)
+    def _own_failure(self, cause: str, waiting: dict | None = None, exit_code: int = 1) -> Failure:
+        return Failure(self.rank, socket.gethostname(), cause, waiting, exit_code=exit_code)
 
     def _lost_ranks(self, *ranks: int) -> Failure:
         return Failure(ranks[0], self._host(ranks[0]), _LOST, lost=ranks)

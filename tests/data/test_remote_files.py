@@ -4,10 +4,12 @@ import gzip
 import io
 import json
 import re
+import socket
+import struct
 import sys
 import threading
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
 
 import fsspec
@@ -17,11 +19,13 @@ from pyarrow import parquet
 
 from gpt4d import dry_run
 from gpt4d.config import DataConfig, check_data
-from gpt4d.data import corpus_files
+from gpt4d.data import corpus_files, prepare, remote_files, sources
 from gpt4d.data.documents import documents, identity, size
+from gpt4d.runtime.errors import one_line_errors
 from gpt4d.validation import validate
 from tests.support.data_files import one_line
-from tests.support.grids import metric_lines, train_in_rank
+from tests.support.grids import full, metric_lines, train_in_rank
+from tests.support.jobs import ended_job
 from tests.support.settings import configured
 
 TEXTS = ["one", "zwei ü", "三 three"]
@@ -64,8 +68,8 @@ def put(url, name, content):
         file.write(content)
 
 
-def texts(path):
-    return [document.text for document in documents(DataConfig(source="files", path=path))]
+def texts(path, **settings):
+    return [document.text for document in documents(DataConfig(source="files", path=path, **settings))]
 
 
 def test_a_glob_of_a_file_system_matches_files_of_all_formats(memory):
@@ -106,7 +110,7 @@ def test_a_checksum_of_the_file_system_replaces_the_content(memory, monkeypatch)
 
     def with_tag(tag):
         files = [file._replace(tag=tag) for file in listed([config.path])]
-        monkeypatch.setattr("gpt4d.data.documents.corpus_files", lambda _: files)
+        monkeypatch.setattr("gpt4d.data.documents.corpus_files", lambda *_: files)
         return identity(config)
 
     monkeypatch.setattr(corpus_files.CorpusFile, "open", lambda _: pytest.fail("read"))
@@ -141,6 +145,165 @@ def test_files_that_cannot_be_listed_or_read_are_reported_in_one_line(memory, se
     monkeypatch.setattr(type(system), "glob", failing)
     with one_line(r"cannot be listed \(no permission\); check the address, the network and the"):
         texts(f"{memory}/*")
+
+
+ROWS = [{"text": f"text {number} " * 20} for number in range(2000)]
+CONTENT = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+HALF = len(CONTENT) // 2
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    """Return a function that serves ``CONTENT`` and returns its URL, and the list of the offsets of all answers.
+
+    ``faults``: what happens to each answer; further answers are complete. ``ranges``: what a request for a range gets.
+    ``start``: what a request for the size gets.
+    """
+    monkeypatch.setattr(remote_files, "_PAUSE_S", 1e-3)
+    ended, running = threading.Event(), []
+
+    def serve(faults, ranges="kept", start=None):
+        answered, faults = [], iter(faults)
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_): ...
+
+            def answer(self, status, body, length=None):
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body) if length is None else length))
+                self.send_header("ETag", '"1"' if "changed" not in answered else '"2"')
+                self.end_headers()
+                self.wfile.write(body if self.command == "GET" else b"")
+                self.wfile.flush()
+
+            def fail(self, fault):
+                if fault != "redirect":
+                    return self.send_error(fault)
+                self.send_response(302)
+                self.send_header("Location", self.path)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def do_HEAD(self):
+                self.fail(start) if start else self.answer(200, CONTENT)
+
+            def do_GET(self):
+                begin = int(self.headers["Range"][6:-1]) if self.headers["Range"] else 0
+                if begin and ranges == "rejected":
+                    return self.send_error(501)
+                begin = begin if ranges == "kept" else 0
+                fault, rest = next(faults, "none"), CONTENT[begin:]
+                answered.append(fault if fault == "changed" else begin)
+                if fault == "redirect" or isinstance(fault, int):
+                    return self.fail(fault)
+                length = HALF if fault == "short" else len(rest)
+                self.answer(206 if begin else 200, rest[: len(rest) if fault in ("none", "changed") else HALF], length)
+                if fault == "stall":
+                    ended.wait()
+                if fault == "reset":
+                    self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.close_connection = True
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, args=[0.01]).start()
+        running.append(server)
+        return f"http://127.0.0.1:{server.server_port}/a.jsonl", answered
+
+    yield serve
+    ended.set()
+    for server in running:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize("ranges", ["kept", "ignored", full("rejected")])
+@pytest.mark.parametrize(
+    "faults", [["reset"], ["stall"], [503, 429], ["short"], ["close"], full(["reset", 500, "close", "short"])], ids=str
+)
+def test_rows_are_complete_although_a_server_fails(faulty, capfd, monkeypatch, faults, ranges):
+    if "stall" in faults:
+        monkeypatch.setattr(remote_files, "_TIMEOUT_S", 0.2)
+    url, answered = faulty(faults, ranges)
+    assert texts(url) == [row["text"].strip() for row in ROWS]
+    assert f"warning: {url}: " in capfd.readouterr().err and len(answered) > len(faults)
+    if ranges != "kept":
+        assert {*answered} == {0}
+    elif faults in (["short"], ["stall"]):  # a lost connection also loses what has arrived
+        assert answered == [0, HALF]
+
+
+@pytest.mark.parametrize(
+    ("faults", "message"),
+    [
+        (
+            [503] * 99,
+            r"the server answers 503 Service Unavailable, since \d{4}-.*data\.retry_s=0\); check the",
+        ),
+        (["reset"] * 99, r"since \d{4}"),
+        (["short"] * 99, r"the answer has ended after [\d,]+ of [\d,]+ bytes, since"),
+    ],
+)
+def test_a_server_that_keeps_failing_ends_a_command_with_the_code_of_requeues(faulty, tmp_path, capfd, faults, message):
+    url, _ = faulty(faults)
+    words = ["data=jsonl", f"data.path={url}", "data.tokenizer_vocab=300", "data.retry_s=0", f"out={tmp_path / 'out'}"]
+    with pytest.raises(SystemExit) as ended, one_line_errors():
+        prepare.main(words)
+    assert ended.value.code == 75
+    (line,) = [line for line in capfd.readouterr().err.split("\n") if line.startswith("error")]
+    assert re.search(f"^error: {re.escape(url)}: .*{message}", line)
+
+
+def test_a_run_whose_server_keeps_failing_ends_with_the_code_of_requeues(ranks, tiny, faulty, tmp_path):
+    url, _ = faulty(["none", *[503] * 99])  # the first answer is read for the columns
+    words = ["data=jsonl", f"data.path={url}", "data.stream=true", "data.retry_s=0", "data.validation_fraction=0"]
+    tokenizer = prepare.corpus(tiny().data).first.directory
+    words += [f"data.tokenizer={tokenizer}", "train.validation_batches=0", f"data.cache_dir={tmp_path}"]
+    job = ended_job(ranks.context, tiny(*words, "parallel.gdata=2"), [75, 75])
+    assert f"{url}: the server answers 503 Service Unavailable, since" in job.outputs()[0]
+
+
+def test_a_file_that_changes_while_it_is_read_and_wrong_answers_are_one_line(faulty):
+    url, _ = faulty(["reset", "changed"])
+    with one_line(r"a\.jsonl: cannot be read \(the file has changed on the server while it was read\)"):
+        texts(url)
+    url, _ = faulty([403])
+    with one_line(r"a\.jsonl: cannot be read \(the server answers 403 Forbidden\)"):
+        texts(url)
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        (500, r"the server answers 500 Internal Server Error, since .*; check the server"),
+        (403, r"data\.path=.*: cannot be listed \(the server answers 403 Forbidden\); check the address"),
+        ("redirect", r"data\.path=.*: cannot be listed \(the server redirects without an end\)"),
+        (404, r"data\.path=.*: matches no file"),
+    ],
+)
+def test_a_server_that_fails_at_the_start_is_named(faulty, status, message):
+    url, _ = faulty([status] * 99, start=status)
+    with one_line(message):
+        texts(url, retry_s=0)
+
+
+def test_a_slow_server_is_reported_while_the_command_waits(server, tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("text")
+    said, waited = [], threading.Event()
+
+    def recorded(text, **_):
+        said.append(text)
+        waited.set()
+
+    def checksum(file):
+        assert waited.wait(60)
+        return "0"
+
+    monkeypatch.setattr(remote_files, "print", recorded, raising=False)
+    monkeypatch.setattr(remote_files, "_SLOW_S", 0)
+    monkeypatch.setattr(sources, "checksum", checksum)
+    waited.clear()
+    identity(DataConfig(source="text", path=f"{server}/a.txt"))
+    assert f"{server}/a.txt: reading it to identify the corpus" in said
 
 
 def test_images_are_read_from_local_files_only():
