@@ -20,10 +20,11 @@ import torch.distributed as dist
 
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import ConfigError, asks_for_help, from_arguments, setting
-from gpt4d.data import transformers_tokenizer
+from gpt4d.data import tokenizers, transformers_tokenizer
+from gpt4d.data.chat_template import limits, template_for
 from gpt4d.data.conversations import ROWS, Conversation, Unread, parse
 from gpt4d.files import text_lines
-from gpt4d.inference import files_of, inference_plan, trained_model
+from gpt4d.inference import inference_plan, trained_model
 from gpt4d.parallel.stage import Stage
 from gpt4d.runtime.consensus import run_on_rank0
 from gpt4d.runtime.errors import one_line, one_line_errors
@@ -56,8 +57,13 @@ class Answer(NamedTuple):
 
 def ids_of(messages: Sequence[Message], tokenizer: Any, tools: list | None = None) -> list[int]:
     """Return the ids of a conversation, up to the beginning of the next answer."""
-    text = tokenizer.apply_chat_template([*messages], tools=tools, tokenize=False, add_generation_prompt=True)
-    return tokenizer.encode(text, add_special_tokens=False, verbose=False)  # without a warning about the length
+    with limits("the conversation"):
+        template = template_for(tokenizer, tools)
+        text = tokenizer.apply_chat_template(
+            [*messages], tools=tools, chat_template=template, tokenize=False, add_generation_prompt=True
+        )
+    with tokenizers.one_line_errors("the conversation: the tokenizer cannot encode it (%s); write other messages"):
+        return tokenizer.encode(text, add_special_tokens=False, verbose=False)  # without a warning about the length
 
 
 @dataclass(frozen=True)
@@ -234,7 +240,7 @@ def main(arguments: list[str]) -> None:
     if (kind := tasks.get(checkpoint.meta.task).data) != "text":
         raise ConfigError(f"checkpoint={checkpoint.path}: its model makes {kind}; use a text model")
     plan = inference_plan(checkpoint.meta.model, config, launch.world_size)
-    files, settings = files_of(checkpoint), cast(Any, checkpoint.meta.model)
+    files, settings = checkpoint.model_files(), cast(Any, checkpoint.meta.model)
     tokenizer = transformers_tokenizer.load(files, checkpoint.path, settings.max_positions)
     if not tokenizer.chat_template:
         raise ConfigError(

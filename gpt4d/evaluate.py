@@ -21,7 +21,7 @@ from gpt4d.data import transformers_tokenizer
 from gpt4d.evaluation import results as of_tasks
 from gpt4d.evaluation.tasks import Tasks, check_names
 from gpt4d.files import read_json_lines
-from gpt4d.inference import files_of, inference_plan, trained_model
+from gpt4d.inference import inference_plan, trained_model
 from gpt4d.metrics import last_elapsed_s
 from gpt4d.plan import ParallelPlan
 from gpt4d.runtime.consensus import run_on_rank0
@@ -90,7 +90,7 @@ def _check_keys(config: EvaluateConfig, kind: str, checkpoint: Path) -> None:
 
 def _evaluate_text(config: EvaluateConfig, checkpoint: Checkpoint, plan: ParallelPlan, launch: Launch) -> None:
     assert config.tasks is not None
-    names, files, settings = config.tasks.split(","), files_of(checkpoint), cast(Any, checkpoint.meta.model)
+    names, files, settings = config.tasks.split(","), checkpoint.model_files(), cast(Any, checkpoint.meta.model)
     check_names(names)
     tokenizer = transformers_tokenizer.load(files, checkpoint.path, settings.max_positions)
     if config.chat_template and not tokenizer.chat_template:

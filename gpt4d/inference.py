@@ -9,8 +9,6 @@ import torch
 from gpt4d.checkpoint import storage
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import Config, ConfigError, GridSizes, ModelConfig, ParallelConfig, TrainConfig, check_pipeline
-from gpt4d.data import tokenizers
-from gpt4d.data.transformers_tokenizer import GENERATION_SETTINGS
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.stage import Stage
 from gpt4d.plan import ParallelPlan
@@ -28,7 +26,7 @@ class TrainedModel:
     Attributes:
         stage: the stage that this rank has, with the averaged weights if the checkpoint has them.
         plan: the plan of all stages.
-        files: files of the checkpoint's tokenizer and its generation settings, by name.
+        files: files of the checkpoint's tokenizer and the settings of its model (``Checkpoint.model_files``).
     """
 
     stage: Stage
@@ -41,7 +39,7 @@ def trained_model(checkpoint: Checkpoint, plan: ParallelPlan, launch: Launch) ->
     """Load the model of a checkpoint on ``plan``, in a process group that exists inside."""
     with process_group(launch) as job:
         stage = load_stage(checkpoint, plan, launch.rank, job.device, launch.local_world_size)
-        yield TrainedModel(stage, plan, files_of(checkpoint))
+        yield TrainedModel(stage, plan, checkpoint.model_files())
         if stage.exchange:  # not after an error, which must not wait for transfers
             stage.exchange.close()
 
@@ -58,11 +56,6 @@ def load_stage(
     storage.load(checkpoint, stage.module, None, stage.grid)
     storage.load_averages(checkpoint, stage.module, stage.grid)
     return stage
-
-
-def files_of(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """Return the files of a checkpoint's tokenizer and its generation settings, by name."""
-    return checkpoint.documents((tokenizers.FILE, *tokenizers.COMPANIONS, GENERATION_SETTINGS))
 
 
 def inference_plan(model: ModelConfig, settings: InferenceConfig, world_size: int) -> ParallelPlan:

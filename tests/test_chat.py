@@ -16,7 +16,7 @@ from gpt4d.chat import Chat, ChatConfig
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.checkpoint.importer import import_model
 from gpt4d.data import tokenizers, transformers_tokenizer
-from gpt4d.inference import files_of, inference_plan, load_stage
+from gpt4d.inference import inference_plan, load_stage
 from gpt4d.runtime.consensus import all_gather_json
 from gpt4d.task import generation
 from tests.support.commands import wrong_messages
@@ -81,7 +81,7 @@ def opened(run, **settings) -> Chat:
     checkpoint = Checkpoint.open(run)
     plan = inference_plan(checkpoint.meta.model, config, dist.get_world_size())
     stage = load_stage(checkpoint, plan, dist.get_rank(), torch.device("cpu"), ranks_per_host=1)
-    files = files_of(checkpoint)
+    files = checkpoint.model_files()
     tokenizer = transformers_tokenizer.load(files, run, 96)
     return Chat(stage, tokenizer, transformers_tokenizer.end_tokens(tokenizer, files), config)
 

@@ -29,6 +29,7 @@ from gpt4d.data.preparation import identity_of
 from gpt4d.model import registry
 from gpt4d.validation import validate
 from tests.evaluation.offline_tasks import write_tasks
+from tests.support.chat import write_tokenizer
 from tests.support.grids import metric_lines, train_in_rank
 from tests.support.settings import configured
 
@@ -98,6 +99,7 @@ GIVEN = {  # values of keys with results whose other value does not follow from 
 SOURCES = {
     "text": "data=text data.path={directory}/a.* data.tokenizer_vocab=50257 model.vocab_size=50257",
     "chat": "data=chat data.path={directory}/a.jsonl data.tokenizer=gpt2 model.vocab_size=50257",
+    "first": "data=text data.path={directory}/a.* data.tokenizer={directory}/first model.vocab_size=300",
     "jsonl": "data=jsonl data.path={directory}/a.jsonl",
     "c4": "data=c4",
 }
@@ -111,6 +113,7 @@ DATA = {  # a source that reads the key, and another value
     "data.strip": ("text", False),
     "data.tokenizer": ("text", "gpt2"),
     "data.tokenizer_vocab": ("text", 300),
+    "data.begin_of_text": ("first", False),
     "data.chat_template": ("chat", "{directory}/a.txt"),
     "data.train_on": ("chat", "all"),
     "data.validation_fraction": ("text", 0.2),
@@ -196,6 +199,7 @@ def test_another_value_of_a_key_of_the_data_makes_other_data(tmp_path):
     """The fingerprints of the directories of a blend are compared by Task.identity."""
     for name in ("a.txt", "a.jsonl", "a.parquet"):
         (tmp_path / name).write_text("words")
+    write_tokenizer(tmp_path / "first", first=["<|im_start|>"])
     sources = {name: configured(words.format(directory=tmp_path).split()).data for name, words in SOURCES.items()}
     for key, (source, value) in DATA.items():
         value = value.format(directory=tmp_path) if isinstance(value, str) else value

@@ -28,6 +28,7 @@ CASES = [  # a model with settings | unused settings, a part of each reason, and
     ("gpt_tiny data=text data.path=a.txt | data.retry_s=9", "data.path=a.txt has no URL; leave it out",
      "data.path=https://a.b/c.txt"),
     ("gpt_tiny data=chat | data.strip=false", "data.source=chat does not read it; leave it out", "data=text"),
+    ("gpt_tiny data=chat | data.begin_of_text=true", "the chat template renders the first token", "data=text"),
     ("gpt_tiny data=chat | data.reset_attention=true", "attention never crosses conversations", "data=text"),
     ("gpt_tiny data=tokens | data.stream=true", "data.source=tokens has tokens already; leave it out", "data=text"),
     ("gpt_tiny data=chat | data.stream=true", "conversations are packed by the lengths of all of them", "data=text"),

@@ -139,6 +139,11 @@ def import_(config: ImportConfig) -> None:
 
     model = importer.import_model(config.source, Path(config.out), config.tokenizer, config.adapter)
     print(f"{config.out}: imported at step 0.")
+    if first := finetuning.first_tokens(Path(config.out)):
+        print(
+            f"Its tokenizer puts {first} before a text, so prompts and the documents of your data begin with it; "
+            "data.begin_of_text=false trains without it."
+        )
     for kind, command in finetuning.commands(Path(config.out), model).items():
         print(f"\nTo train it on your {kind}:\n\n{command}")
 

@@ -31,6 +31,7 @@ from gpt4d.config import (
     is_allowed,
     recorded_settings,
 )
+from gpt4d.data import tokenizers
 from gpt4d.data.transformers_tokenizer import GENERATION_SETTINGS
 from gpt4d.files import FileEntry, checksum, counts, sync, write_file
 from gpt4d.model import registry
@@ -194,6 +195,17 @@ class Checkpoint:
         """Return the content of the named files that the manifest lists."""
         return {name: (self.path / name).read_bytes() for name in names if name in self.manifest}
 
+    def model_files(self) -> dict[str, bytes]:
+        """Return the settings of an imported model, and the files of the tokenizer, by name.
+
+        The tokenizer puts those tokens before a text with which the model was trained.
+        """
+        files = self.documents(name for name in self.manifest if name in MODEL_FILES or tokenizers.belongs(name))
+        try:
+            return tokenizers.as_trained(files, self.meta.identity, self.path) if self.meta.grids else files
+        except ValueError as error:
+            raise Damaged(f"{self.path / META}: damaged ({error})") from None
+
     def check_fits(self, model: ModelConfig, remedy: str = _NEW_RUN, other_positions: bool = False) -> None:
         """Raise ConfigError unless the checkpoint's model has the same family and structure as ``model``.
 
@@ -238,9 +250,11 @@ class Checkpoint:
             raise ConfigError(
                 f"task={task}: {self.path} was trained for {meta.task}; use a model for that task or {remedy}"
             )
-        may_differ = {"data", "samples"} if is_allowed("data.path", allowed) else {"data"}
+        may_differ = {"data", "samples", tokenizers.BEGIN} if is_allowed("data.path", allowed) else {"data"}
         # An imported model has been trained on no samples of a run, and may have been imported without a tokenizer.
         compared = meta.identity.keys() | (identity.keys() if meta.grids else set())
+        if not meta.grids or tokenizers.BEGIN not in meta.identity:  # the samples differ as well
+            compared.discard(tokenizers.BEGIN)
         for key in sorted(compared - may_differ, key=lambda key: key == "samples"):
             if meta.identity.get(key) != identity.get(key):
                 tokenizer = self.path / "tokenizer.json"

@@ -50,7 +50,7 @@ def export(
     storage.verify(checkpoint)
     files, meta, path = checkpoint.files, checkpoint.meta, checkpoint.path
     adapter = adapter_of(registry.of(meta.model))
-    stored = checkpoint.documents((*checkpoint_dir.MODEL_FILES, tokenizers.FILE, *tokenizers.COMPANIONS))
+    stored = checkpoint.model_files()
     source = _parse_json(stored, _MODEL_SETTINGS, path)
     tokenizer = _tokenizer(stored, path, meta.model)
     dtype = dtype or source.get("dtype") or source.get("torch_dtype") or "float32"
@@ -155,9 +155,12 @@ def _tokenizer(stored: Mapping[str, bytes], checkpoint: Path, model: Any) -> Tok
 
 def _special_token_ids(tokenizer: Tokenizer, files: Mapping[str, bytes]) -> dict[str, int]:
     end = tokenizers.end_of_text(tokenizer, files)
+    begin = (tokenizers.first_tokens(tokenizer) or [end])[0]
     own = {key: tokenizer.token_to_id(token) for key, token in tokenizers.special_tokens(files).items()}
-    ids = {f"{key}_id": token_id for key, token_id in own.items() if token_id is not None}
-    return {"bos_token_id": end, "eos_token_id": end} | ids
+    ids = {f"{key}_id": own.get(key) for key in ("bos_token", "eos_token", "pad_token")}
+    return {"bos_token_id": begin, "eos_token_id": end} | {
+        key: token for key, token in ids.items() if token is not None
+    }
 
 
 def _export_generation_settings(stored: Mapping[str, bytes], directory: Path, values: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import GridSizes, ModelConfig, compose
-from gpt4d.data import chat_template, tokenizers
+from gpt4d.data import tokenizers, transformers_tokenizer
 from gpt4d.model import registry
 from gpt4d.planner.capacity import largest_micro_batch
 from gpt4d.planner.estimate import Estimate
@@ -33,14 +33,23 @@ def commands(imported: Path, model: ModelConfig) -> dict[str, str]:
     if most:
         settings.append(f"train.seq_len={min(most, _MAX_LENGTH)}")
     settings += _fitting([*settings, "optim=finetune"])
-    files = Checkpoint.open(imported).documents((tokenizers.FILE, *tokenizers.COMPANIONS))
+    files = Checkpoint.open(imported).model_files()
     tokenizer = [f"data.tokenizer={imported}"] if tokenizers.FILE in files else []
     task = tasks.get(family.task)
     choices = {task.data: ["optim=finetune", task.own_data]}
-    if tokenizer and chat_template.find(files):
+    if tokenizer and transformers_tokenizer.load(files, imported).chat_template:
         choices["conversations"] = ["train=finetune", "data=chat data.path='…'"]
     start = f"python train.py checkpoint.init={imported} run.dir={imported}-finetuned"
     return {kind: " ".join([start, *settings, *choice, *tokenizer]) for kind, choice in choices.items()}
+
+
+def first_tokens(imported: Path) -> str:
+    """Return the tokens that the tokenizer of an import puts before a text; empty if it adds none."""
+    files = Checkpoint.open(imported).model_files()
+    if tokenizers.FILE not in files:
+        return ""
+    tokenizer = tokenizers.parse(files, imported)
+    return " ".join(str(tokenizer.id_to_token(token)) for token in tokenizers.first_tokens(tokenizer))
 
 
 def _fitting(settings: list[str]) -> list[str]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 
 from gpt4d.checkpoint import adapter_files, checkpoint_dir, lifecycle, storage, writer
 from gpt4d.checkpoint.model_directory import adapter_of, new_directory, read_json
@@ -124,7 +123,7 @@ def _read_tokenizer(source: str, directory: Path, tokenizer: str | None, model: 
     if not tokenizer and not any(directory.glob("tokenizer*")) and not (directory / "vocab.json").exists():
         raise ConfigError(f"source={source}: no tokenizer; add tokenizer=none, or a file, directory or hub name")
     files = tokenizers.load("tokenizer" if tokenizer else "source", tokenizer or str(directory))
-    tokens = tokenizers.vocabulary(Tokenizer.from_buffer(files[tokenizers.FILE]))
+    tokens = tokenizers.vocabulary(tokenizers.parse(files, tokenizer or directory))
     if tokens > model.vocab_size:
         raise ConfigError(
             f"tokenizer={tokenizer or directory}: its {tokens} tokens are more than the model's {model.vocab_size}; "
@@ -138,7 +137,7 @@ def _download(name: str) -> Path:
 
     problem = hub.unreachable()
     try:
-        files = ["*.json", "*.txt", "*.jinja", "tokenizer.model", "*.safetensors"]
+        files = ["*.json", "*.txt", "*.jinja", "*.model", "*.safetensors"]
         return Path(snapshot_download(name, allow_patterns=files))
     except Exception as error:  # The type depends on the cause: no such name, no permission.
         message = problem or " ".join(str(error).split())

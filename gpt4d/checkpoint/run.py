@@ -141,7 +141,10 @@ class RunCheckpoints:
             self.log.event("change", message, step=0, key=f"model.{name}", before=before, after=after)
 
     def _inherit(self, checkpoint: Checkpoint) -> None:
-        self._inherited = checkpoint.documents((*checkpoint_dir.MODEL_FILES, *tokenizers.COMPANIONS))
+        inherits = checkpoint_dir.MODEL_FILES
+        self._inherited = checkpoint.documents(
+            name for name in checkpoint.manifest if name in inherits or tokenizers.is_companion(name)
+        )
 
     def _report_changes(self, progress: Progress) -> None:
         """Report changed settings and, if the length of the run has changed, the effect on the learning rate."""

@@ -104,6 +104,9 @@ class DataConfig:
         at_least=0,
         at_most=1e6,
     )
+    begin_of_text: bool | None = setting(
+        None, "text: each document begins with the tokenizer's first token; null: if the tokenizer adds it to a text"
+    )
     chat_template: str | None = setting(None, "chat: file of a Jinja template; null: the tokenizer's template")
     train_on: str = setting("assistant", "chat: messages whose tokens have a loss", choices=("assistant", "all"))
     skip_long: bool = setting(True, "chat: leave out conversations that exceed a sequence; false: they are an error")

@@ -276,6 +276,9 @@ _CONDITIONS: dict[str, Condition] = {
     "data.tokenizer": _any(_on_text, _with_tokenizer),
     "data.tokenizer_vocab": _on_text,
     "data.retry_s": _at_url,
+    "data.begin_of_text": _any(
+        _on_text, _unless("data.source", "chat", remedy="leave it out, as the chat template renders the first token")
+    ),
     "data.chat_template": _from("chat"),
     "data.train_on": _from("chat"),
     "data.skip_long": _from(*_CONVERSATIONS),

@@ -1,67 +1,113 @@
 """Chat templates: conversations as tokens, and the mask of the tokens that have a loss."""
 
+import ctypes
 import itertools
-import json
 import re
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from gpt4d.config import ConfigError
-from gpt4d.data import tokenizers
+from gpt4d.data import tokenizers, transformers_tokenizer
 from gpt4d.data.conversations import ASSISTANT, Conversation, has_loss
 from gpt4d.runtime.errors import one_line
 
+TIME_LIMIT_S = 10.0  # of the template, for a conversation
+MOST_CHARACTERS = 1 << 24
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]  # begin and end of a part of a text, in characters
 
 
-def find(files: Mapping[str, bytes]) -> str | None:
-    """Return the chat template among the files of a tokenizer, which transformers reads in this order; else None.
+class _TooSlowError(Exception):
+    """Error of a template that exceeds its time."""
 
-    Raises ConfigError for a file with invalid JSON.
-    """
-    if tokenizers.TEMPLATE in files:
-        return files[tokenizers.TEMPLATE].decode()
-    for name in ("chat_template.json", tokenizers.SETTINGS):
+
+@contextmanager
+def limits(location: str) -> Iterator[None]:
+    """Raise ConfigError, which names the ``location``, if templates in the body fail or exceed their time."""
+    thread, lock, ended = threading.get_ident(), threading.Lock(), False
+
+    def end_template() -> None:
+        with lock:
+            if not ended:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_TooSlowError))
+
+    timer = threading.Timer(TIME_LIMIT_S, end_template)
+    timer.daemon = True
+    timer.start()
+    try:
         try:
-            found = dict(json.loads(files.get(name, b"{}"))).get("chat_template")
-            if isinstance(found, list):  # several templates with names
-                found = {each["name"]: each["template"] for each in found}.get("default")
-        except (ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"{name}: invalid ({one_line(error)}); restore the file") from None
-        if found:
-            return found
-    return None
+            yield
+        finally:
+            with lock:
+                ended = True
+            timer.cancel()
+    except ConfigError:
+        raise
+    except Exception as error:  # exceptions of jinja2, and any exception of an operation in the template
+        problem = f"it takes more than {TIME_LIMIT_S:g} s" if isinstance(error, _TooSlowError) else one_line(error)
+        raise ConfigError(
+            f"{location}: the chat template cannot render the conversation ({problem}); correct the line, or "
+            "set data.chat_template"
+        ) from None
+
+
+def template_for(tokenizer: Any, tools: list | None = None) -> str:
+    """Return the template that transformers chooses for ``tools``. It renders at most ``MOST_CHARACTERS``."""
+    template = tokenizer.get_chat_template(tools=tools)
+    _limit_length(template)
+    return template
+
+
+@cache
+def _limit_length(template: str) -> None:
+    from transformers.utils import chat_template_utils
+
+    compiled: Any = chat_template_utils._compile_jinja_template(template)  # transformers renders this cached object
+    render = compiled.root_render_func
+
+    def limited(context: Any) -> Iterator[str]:
+        length = 0
+        for text in render(context):
+            length += len(text)
+            if length > MOST_CHARACTERS:
+                raise ValueError(f"more than {MOST_CHARACTERS:,} characters")
+            yield text
+
+    compiled.root_render_func = limited
 
 
 class ChatEncoder:
     """Encoder of conversations with a chat template.
 
     Args:
-        tokenizer: the tokenizer. Names of special tokens in the rendered text become these tokens, as in transformers.
-        files: the files next to its tokenizer.json, with the template.
+        files: the files of the tokenizer, with the template. Names of special tokens in the rendered text become these
+            tokens, as in transformers.
+        where: the directory of the files, for messages.
         train_on: ``assistant``: only the assistant's messages have a loss; ``all``: all tokens but the first.
     """
 
-    def __init__(self, tokenizer: Tokenizer, files: Mapping[str, bytes], train_on: str):
-        template = find(files)
-        assert template is not None
-        self.template, self.train_on, self.tokenizer = template, train_on, tokenizer
-        tokenizer.encode_special_tokens = False
-        end = tokenizer.id_to_token(tokenizers.end_of_text(tokenizer, files))
-        self.special_tokens = {"eos_token": end, **tokenizers.special_tokens(files)}
+    def __init__(self, files: Mapping[str, bytes], where: object, train_on: str):
+        self.tokenizer, self.train_on = transformers_tokenizer.load(files, where), train_on
+        self._unknown = tokenizers.unknown_counter(self.tokenizer.backend_tokenizer)
 
-    def encode(self, conversation: Conversation, location: str) -> tuple[list[int], np.ndarray]:
-        """Return the token ids of a conversation, and the mask of the tokens that have a loss.
+    def encode(self, conversation: Conversation, location: str) -> tuple[list[int], np.ndarray, int]:
+        """Return the token ids of a conversation, the mask of the tokens that have a loss, and a number.
 
-        The first token has no loss, because no token predicts it. Raises ConfigError, which names the ``location``, if
+        The number counts the characters and words that are not in the vocabulary (``tokenizers.unknown_counter``). The
+        first token has no loss, because no token predicts it. Raises ConfigError, which names the ``location``, if
         the template cannot render the conversation or has no tokens with a loss.
         """
-        text, spans = self._rendered(conversation, location)
-        encoding = self.tokenizer.encode(text, add_special_tokens=False)
+        with limits(location):
+            text, spans = self._rendered(conversation, location)
+        with tokenizers.one_line_errors(f"{location}: the tokenizer cannot encode the rendered conversation (%s)"):
+            text.encode()  # The library's error for half of a surrogate pair does not name it.
+            encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+            unknown = self._unknown(text, encoding.ids)
         begins, ends = np.array(encoding.offsets or [(0, 0)]).T
         mask = np.zeros(len(begins), bool)
         for begin, end in spans:
@@ -69,14 +115,14 @@ class ChatEncoder:
         mask[0] = False
         if not mask.any():
             raise ConfigError(f"{location}: the chat template renders no token to train on; correct or remove the line")
-        return encoding.ids, mask
+        return encoding.ids, mask, unknown
 
     def _rendered(self, conversation: Conversation, location: str) -> tuple[str, list[Span]]:
         """Return the rendered conversation, and the parts of it that have a loss."""
         messages, first, tools = conversation
-        trained = conversation.trained(self.train_on)
-        marked = self.train_on == "assistant" and bool(_GENERATION.search(self.template))
-        text, answers = self._render(messages, tools, location, marked=marked)
+        template, trained = template_for(self.tokenizer, tools), conversation.trained(self.train_on)
+        marked = self.train_on == "assistant" and bool(_GENERATION.search(template))
+        text, answers = self._render(template, messages, tools, marked=marked)
         if marked:
             before = [message for message in messages[:first] if message["role"] == ASSISTANT]
             have_loss = [has_loss(message) for message in messages[first:] if message["role"] == ASSISTANT]
@@ -91,23 +137,29 @@ class ChatEncoder:
             return text, [*itertools.compress(answers, have_loss)]
         if self.train_on == "all":  # all but the messages without a loss
             without = [
-                self._span(conversation, index, text, location)
+                self._span(template, conversation, index, text, location)
                 for index in range(len(messages))
                 if index not in trained
             ]
             ends = [0, *itertools.chain(*without), len(text)]
             return text, [*zip(ends[::2], ends[1::2], strict=True)]
-        return text, [self._span(conversation, index, text, location, True) for index in trained]
+        return text, [self._span(template, conversation, index, text, location, True) for index in trained]
 
     def _span(
-        self, conversation: Conversation, index: int, text: str, location: str, after_prompt: bool = False
+        self,
+        template: str,
+        conversation: Conversation,
+        index: int,
+        text: str,
+        location: str,
+        after_prompt: bool = False,
     ) -> Span:
         """Return the part of the rendered conversation that a message adds, or adds to the generation prompt."""
         messages, _, tools = conversation
         before = ""
         if index or after_prompt:  # many templates cannot render a conversation without messages
-            before, _ = self._render(messages[:index], tools, location, add_generation_prompt=after_prompt)
-        until, _ = self._render(messages[: index + 1], tools, location)
+            before, _ = self._render(template, messages[:index], tools, add_generation_prompt=after_prompt)
+        until, _ = self._render(template, messages[: index + 1], tools)
         if not (text.startswith(until) and until.startswith(before)):
             raise ConfigError(
                 f"{location}: the chat template renders message {index} differently if more messages follow; set "
@@ -118,9 +170,9 @@ class ChatEncoder:
 
     def _render(
         self,
+        template: str,
         messages: list[dict[str, Any]],
         tools: list | None,
-        location: str,
         add_generation_prompt: bool = False,
         marked: bool = False,
     ) -> tuple[str, list[Span]]:
@@ -128,18 +180,12 @@ class ChatEncoder:
         from transformers.utils import chat_template_utils  # Text needs no library that takes a second to import.
 
         render: Any = chat_template_utils.render_jinja_template  # its annotations are wrong
-        try:
-            (text,), answers = render(
-                [messages],
-                tools,
-                chat_template=self.template,
-                add_generation_prompt=add_generation_prompt,
-                return_assistant_tokens_mask=marked,
-                **self.special_tokens,
-            )
-        except Exception as error:  # exceptions of jinja2, and any exception of an operation in the template
-            raise ConfigError(
-                f"{location}: the chat template cannot render the conversation ({one_line(error)}); correct the line, "
-                "or set data.chat_template"
-            ) from None
+        (text,), answers = render(
+            [messages],
+            tools,
+            chat_template=template,
+            add_generation_prompt=add_generation_prompt,
+            return_assistant_tokens_mask=marked,
+            **self.tokenizer.special_tokens_map,
+        )
         return text, answers[0] if marked else []

@@ -6,6 +6,7 @@ A composed configuration depends on configs, arguments and environment alone, an
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -60,6 +61,20 @@ def complete(config: Config) -> Config:
     return completion(config).config
 
 
+def begin_of_text(config: Config) -> bool | None:
+    """Return ``data.begin_of_text``. If it is null, a run continues as the checkpoint with which it begins.
+
+    None: as the tokenizer adds tokens, for a new run or one that begins with an imported model.
+    """
+    if config.data.begin_of_text is not None:
+        return config.data.begin_of_text
+    for file in _checkpoints(config):
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            meta = json.loads(file.read_bytes())
+            return True if meta["identity"].get(tokenizers.BEGIN) else False if meta["grids"] else None
+    return None
+
+
 def tokenizer_size(data: DataConfig, download: bool = True) -> int | None:
     """Return the number of token ids of the tokenizer of text data; None if a run trains it, or the data have none.
 
@@ -87,10 +102,8 @@ def _named_size(name: str, file: tuple[str, int, int] | None) -> int:
 
 def _vocabulary(config: Config) -> tuple[int, str]:
     """Return the number of token ids of a run's model, and its origin."""
-    data, resume = config.data, config.checkpoint.resume
-    resumed = {"auto": config.run.dir, "never": None}.get(resume, resume)
-    for directory in filter(None, (resumed, config.checkpoint.init)):
-        file = newest_file(Path(os.path.expanduser(directory)), "meta.json")
+    data = config.data
+    for file in _checkpoints(config):
         if size := _stored(file, "model", "vocab_size"):
             return size, f"the checkpoint {file.parent}"
     if size := tokenizer_size(data):
@@ -103,6 +116,14 @@ def _vocabulary(config: Config) -> tuple[int, str]:
     if data.tokenizer_vocab is None:
         return TRAINED, "the default of data.tokenizer_vocab"
     return max(1, min(data.tokenizer_vocab, LARGEST_SIZE)), "data.tokenizer_vocab"  # its limits are checked later
+
+
+def _checkpoints(config: Config) -> list[Path]:
+    """Return the metadata of the checkpoint that a run resumes, and of the one that has its initial weights."""
+    resume = config.checkpoint.resume
+    resumed = {"auto": config.run.dir, "never": None}.get(resume, resume)
+    directories = filter(None, (resumed, config.checkpoint.init))
+    return [newest_file(Path(os.path.expanduser(directory)), "meta.json") for directory in directories]
 
 
 def _prepared(data: DataConfig) -> list[str]:

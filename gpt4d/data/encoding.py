@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -33,13 +33,15 @@ class Encoded(NamedTuple):
 
     Attributes:
         held_out: whether the document is in the validation split.
-        ids: its token ids in the dtype of the files. A text ends with the end-of-text id.
+        ids: its token ids in the dtype of the files. A text has the first tokens before it, and ends with end-of-text.
         mask: uint8, 1 for the tokens of a conversation that have a loss; None for a text, whose tokens all have one.
+        unknown: number of its characters and words that are not in the vocabulary.
     """
 
     held_out: bool
     ids: np.ndarray
     mask: np.ndarray | None = None
+    unknown: int = 0
 
 
 class Encoding(NamedTuple):
@@ -50,21 +52,35 @@ class Encoding(NamedTuple):
     dtype: str
     fraction: float  # fraction of documents that is held out for validation
     train_on: str | None = None  # messages of conversations that have a loss; None: the documents are texts
+    first: Sequence[int] = ()  # ids that every text begins with
 
     def encoder(self) -> Encode:
         """Return the function that encodes a document."""
-        tokenizer = tokenizers.read(self.tokenizer)
         if self.train_on is None:
-            return lambda document: Encoded(
-                is_held_out(document.text, self.fraction),
-                np.array([*tokenizers.encode(tokenizer, document.text), self.end], self.dtype),
-            )
-        chat = ChatEncoder(tokenizer, tokenizers.companions(self.tokenizer.parent), self.train_on)
+            return self._text_encoder()
+        files = {tokenizers.FILE: self.tokenizer.read_bytes()} | tokenizers.companions(self.tokenizer.parent)
+        chat = ChatEncoder(files, self.tokenizer.parent, self.train_on)
 
         def encode(document: Document) -> Encoded:
-            ids, mask = chat.encode(Conversation.from_text(document.text), document.location)
+            ids, mask, unknown = chat.encode(Conversation.from_text(document.text), document.location)
             held_out = is_held_out(document.text, self.fraction)
-            return Encoded(held_out, np.array(ids, self.dtype), mask.astype(np.uint8))
+            return Encoded(held_out, np.array(ids, self.dtype), mask.astype(np.uint8), unknown)
+
+        return encode
+
+    def _text_encoder(self) -> Encode:
+        tokenizer = tokenizers.read(self.tokenizer)
+        count = tokenizers.unknown_counter(tokenizer)
+
+        def encode(document: Document) -> Encoded:
+            problem = f"{document.location}: the tokenizer cannot encode the text (%s); use another data.tokenizer"
+            with tokenizers.one_line_errors(problem):
+                ids = tokenizers.encode(tokenizer, document.text)
+                unknown = count(document.text, ids)
+                if unknown and not ids:
+                    raise ValueError("none of its characters is in the vocabulary")
+            tokens = np.array([*self.first, *ids, self.end], self.dtype)
+            return Encoded(is_held_out(document.text, self.fraction), tokens, unknown=unknown)
 
         return encode
 

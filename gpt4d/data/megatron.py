@@ -70,6 +70,13 @@ class MegatronFiles(TokenFiles):
     def content(self) -> list[str]:
         return self.header["samples"][:-1]  # without data.validation_fraction
 
+    @property
+    def first_tokens(self) -> list[int]:
+        if self.header["end_of_text"] is None:
+            return []
+        own = tokenizers.first_tokens(self.tokenizer())
+        return own if self.tokens(ALL)[: len(own)].tolist() == own else []
+
     def tokens(self, split: str) -> Tokens:
         header, path = self.header, tokens_file(self.prefix)
         try:

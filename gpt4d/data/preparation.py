@@ -7,7 +7,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
@@ -15,12 +15,12 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from gpt4d.config import HEADER, ConfigError, DataConfig
-from gpt4d.data import chat_template, conversations, documents, encoding, parts, tokenizers, tokens
+from gpt4d.data import conversations, documents, encoding, parts, tokenizers, tokens, transformers_tokenizer
 from gpt4d.data.conversations import Unread
 from gpt4d.data.documents import Document
 from gpt4d.data.encoding import Encoded, Encoding
 from gpt4d.data.tokens import TokenFiles
-from gpt4d.files import sync, write_file
+from gpt4d.files import counts, sync, write_file
 from gpt4d.runtime.errors import one_line
 from gpt4d.writing import warn
 
@@ -35,7 +35,17 @@ def identity_of(config: DataConfig) -> str:
     facts: tuple = (tokens.FORMAT, documents.identity(config), tokenizer, config.validation_fraction)
     if config.source == "chat":
         facts += (config.train_on, conversations.READ)
+    elif config.tokenizer and (first := _first_tokens(config, tokenizers.from_config(config))):
+        facts += (first,)
     return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def _first_tokens(config: DataConfig, files: Mapping[str, bytes]) -> list[int]:
+    """Return the ids that each document begins with; none for conversations, whose template renders them."""
+    if config.source == "chat":
+        return []
+    tokenizer = tokenizers.parse(files, config.tokenizer)
+    return tokenizers.chosen_first_tokens(config.begin_of_text, tokenizer, files)
 
 
 class Preparation:
@@ -58,16 +68,20 @@ class Preparation:
         self.tokenizer_file = directory / tokenizers.FILE
         self.parts: list[dict] = []
         self.documents_done = 0  # in finished parts
+        self.unknown = 0  # characters and words of finished parts that are not in the vocabulary
         self.masked = config.source == "chat"
         tokenizer = self._resume() or self._start()
         self.vocabulary = tokenizers.vocabulary(tokenizer)
         self.end = tokenizers.end_of_text(tokenizer, tokenizers.companions(directory))
         self.dtype = parts.dtype_for(self.vocabulary)
+        self.files = {tokenizers.FILE: self.tokenizer_file.read_bytes()} | tokenizers.companions(directory)
+        self.first = _first_tokens(config, self.files)
 
     def run(self) -> None:
         """Write the remaining parts and the header. Raises ConfigError if there is no text to train on."""
         train_on = self.config.train_on if self.masked else None
-        settings = Encoding(self.tokenizer_file, self.end, self.dtype, self.config.validation_fraction, train_on)
+        fraction = self.config.validation_fraction
+        settings = Encoding(self.tokenizer_file, self.end, self.dtype, fraction, train_on, self.first)
         pace, unread = _Pace(documents.size(self.config)), Unread()
         read = documents.documents(self.config, unread)
         if self.held_out is not None:
@@ -92,6 +106,8 @@ class Preparation:
             "vocabulary": self.vocabulary,
             "end_of_text": self.end,
             **({"masked": True} if self.masked else {}),
+            **({tokenizers.BEGIN: self.first} if self.first else {}),
+            **({"unknown": self.unknown} if self.unknown else {}),
             "parts": self.parts,
         }
         write_file(self.directory / HEADER, json.dumps(header, indent=1).encode())
@@ -99,7 +115,8 @@ class Preparation:
 
     def _warn_of(self, unread: Unread) -> None:
         """Print a warning of the keys of rows and messages that neither gpt4d nor the chat template reads."""
-        template = (chat_template.find(tokenizers.companions(self.directory)) or "") if self.masked else ""
+        template = transformers_tokenizer.load(self.files, self.directory).chat_template if self.masked else ""
+        template = "\n".join(template.values()) if isinstance(template, dict) else template
         names: dict[str, list[str]] = {}
         for (kind, key), count in sorted(unread.items()):
             by_template = kind == conversations.MESSAGES and re.search(rf"\b{re.escape(key)}\b", template)
@@ -115,7 +132,8 @@ class Preparation:
         limits = {"train": PART_TOKENS, "validation": self.held_out or math.inf}
         writer = parts.TokenShardWriter(self.directory, len(self.parts), self.masked)
         with writer:
-            for held_out, ids, mask in encoded:
+            for held_out, ids, mask, unknown in encoded:
+                self.unknown += unknown
                 writer.add("validation" if held_out else "train", ids, mask)
                 if pace.report_due():
                     all_parts = (*self.parts, writer.counts)
@@ -164,6 +182,7 @@ class Preparation:
             raise ValueError(f"{progress['documents']} documents, but its parts have {count}")
         parts.check_sizes(self.directory, finished)
         parts.check_content(parts.entries(self.directory, finished))
+        (self.unknown,) = counts([progress.get("unknown", 0)])
         self.parts, self.documents_done = finished, count
         return tokenizer
 
@@ -174,7 +193,7 @@ class Preparation:
             files = tokenizers.from_config(self.config)
         else:
             files = {tokenizers.FILE: self._train_tokenizer().to_str().encode()}
-        if self.masked and chat_template.find(files) is None:
+        if self.masked and not transformers_tokenizer.load(files, self.config.tokenizer).chat_template:
             raise ConfigError(
                 f"data.tokenizer={self.config.tokenizer}: it has no chat template; set data.chat_template to a file "
                 "with the Jinja template of the conversations"
@@ -196,6 +215,7 @@ class Preparation:
             "identity": self.identity,
             "tokenizer": TokenFiles(self.directory).fingerprint(),
             "documents": self.documents_done,
+            "unknown": self.unknown,
             "parts": self.parts,
         }
         new = self.directory / (PROGRESS + ".new")

@@ -40,7 +40,7 @@ from gpt4d.data.tokens import TokenFiles
 from gpt4d.model import registry  # noqa: F401 – registers the settings of the model families for compose
 from gpt4d.runtime.errors import one_line_errors
 
-_PREPARED = ("tokens", "blend", "megatron")  # sources that are token files already
+PREPARED = ("tokens", "blend", "megatron")  # sources that are token files already
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def corpus(config: DataConfig) -> Corpus:
     Raises ConfigError for text that cannot be read. Token files raise it if they are incomplete or have different
     tokenizers.
     """
-    if config.source in _PREPARED:
+    if config.source in PREPARED:
         blend = config.blend if config.source == "blend" else {cast(str, config.path): 1.0}
         paths = blend_paths(blend)
         shares = [integer_shares([stage.weights.get(path, 0) for path in paths]) for stage in blend_stages(blend)]
@@ -98,11 +98,27 @@ def corpus(config: DataConfig) -> Corpus:
                     f"{files.directory}: made with another tokenizer than {sources[0].directory}; prepare it again "
                     f"with data.tokenizer={sources[0].directory}"
                 )
+            _check_first_tokens(config, files, sources[0])
         return Corpus(sources, shares)
     with activity.unlimited():  # a tokenizer may be downloaded
         identity = identity_of(config)
     directory = in_cache(config, identity)
     return Corpus([prepare(config, directory, lambda text: print(f"{directory}: {text}", flush=True), identity)], [[1]])
+
+
+def _check_first_tokens(config: DataConfig, files: TokenFiles, other: TokenFiles) -> None:
+    """Raise ConfigError unless the documents of ``files`` begin as ``data.begin_of_text`` and ``other`` say."""
+    chosen, has = config.begin_of_text, bool(files.first_tokens)
+    if chosen is not None and chosen != has:
+        raise ConfigError(
+            f"data.begin_of_text={str(chosen).lower()}: the documents in {files.location} begin "
+            f"{'with' if has else 'without'} the tokenizer's first token; leave it out, or prepare them again"
+        )
+    if files.first_tokens != other.first_tokens:
+        raise ConfigError(
+            f"{files.location}: its documents begin with other tokens than those of {other.location}; prepare it again "
+            f"with data.begin_of_text={str(bool(other.first_tokens)).lower()}"
+        )
 
 
 def held_out_corpus(config: DataConfig, identity: str, tokens: int) -> Corpus:
@@ -183,7 +199,7 @@ def main(arguments: list[str]) -> None:
             raise ConfigError(f"{word}: a preparation reads settings of data alone; leave it out")
     composed = complete(compose(overrides))
     config = composed.data
-    if config.source in _PREPARED:
+    if config.source in PREPARED:
         raise ConfigError(f"data.source={config.source}: these are token files already; choose a source of text")
     if config.stream:
         raise ConfigError("data.stream=true: a run tokenizes the text while it trains; leave it out to prepare tokens")
@@ -206,6 +222,8 @@ def main(arguments: list[str]) -> None:
         for split in parts.SPLITS
     )
     model = " train=finetune checkpoint.init=RUN" if files.masked else ""
+    for remark in files.remarks():
+        print(f"{out}: {remark}")
     print(f"{out}: {counts}\ntrain on it with data=tokens data.path={out}{model}")
 
 

@@ -1,17 +1,19 @@
 """Tokenizers: GPT-2's, one of the transformers library, one from a file, or one trained on the corpus."""
 
 import importlib.util
+import itertools
 import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from gpt4d.config import ConfigError, DataConfig, tokenizer_file
+from gpt4d.config import HEADER, ConfigError, DataConfig, tokenizer_file
 from gpt4d.data import hub
 from gpt4d.data.splitting import PIECE_CHARACTERS, split_text, split_words
 from gpt4d.runtime.errors import one_line
@@ -22,17 +24,17 @@ _PIECES_AT_ONCE = 64  # bounds memory, since the library needs a hundred bytes p
 SETTINGS = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
 _SPECIAL_TOKENS = "special_tokens_map.json"
-# Further files of a transformers tokenizer: settings, chat templates, and older formats of the same tokenizer.
-COMPANIONS = (
-    SETTINGS,
-    _SPECIAL_TOKENS,
-    "added_tokens.json",
-    TEMPLATE,
-    "chat_template.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-)
+BEGIN = "begin_of_text"  # the ids of the first tokens of each document in headers and identities
+TEMPLATES = "additional_chat_templates"  # directory of further templates; a checkpoint has no directories
+# Further files that transformers reads or writes with a tokenizer: settings, templates and older formats.
+_COMPANIONS = (
+    SETTINGS, _SPECIAL_TOKENS, TEMPLATE, "added_tokens.json", "chat_template.json", "vocab.json", "merges.txt",
+    "vocab.txt", "tokenizer.model", "tekken.json", "tiktoken.model", "sentencepiece.bpe.model", "sentencepiece.model",
+    "spiece.model", "spm.model", "spm_char.model", "source.spm", "target.spm", "target_vocab.json", "vocab-src.json",
+    "vocab-tgt.json", "bpe.codes", "byte_maps.json", "dict.txt", "emoji.json", "entity_vocab.json", "normalizer.json",
+    "prophetnet.tokenizer", "word_pronunciation.json", "word_shape.json",
+)  # fmt: skip
+_SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
@@ -52,7 +54,7 @@ def end_of_text(tokenizer: Tokenizer, files: Mapping[str, bytes] | None = None) 
 
 
 def special_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
-    """Return ``bos_token``, ``eos_token`` and ``pad_token`` as far as the files next to tokenizer.json set them.
+    """Return the special tokens, such as ``bos_token``, that the files next to tokenizer.json set.
 
     Raises ConfigError for a file with invalid JSON.
     """
@@ -62,7 +64,7 @@ def special_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
             values: dict[str, Any] = dict(json.loads(files.get(name, b"{}")))
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{name}: invalid JSON ({error}); restore the file") from None
-        for key in ("bos_token", "eos_token", "pad_token"):
+        for key in _SPECIAL:
             token = values.get(key)
             if token := token.get("content") if isinstance(token, dict) else token:
                 found[key] = str(token)
@@ -71,7 +73,7 @@ def special_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
 
 def size(name: str) -> int:
     """Return the number of token ids of the tokenizer ``data.tokenizer=name``. Raises ConfigError as ``load`` does."""
-    return vocabulary(Tokenizer.from_buffer(load("data.tokenizer", name)[FILE]))
+    return vocabulary(parse(load("data.tokenizer", name), name))
 
 
 def of_checkpoint(files: Mapping[str, bytes], checkpoint: object) -> Tokenizer:
@@ -95,8 +97,9 @@ def vocabulary(tokenizer: Tokenizer) -> int:
 def load(key: str, name: str) -> dict[str, bytes]:
     """Return the files of a tokenizer by name: tokenizer.json and its ``companions``.
 
-    An existing tokenizer.json is not rewritten, since runs compare its fingerprint. Raises ConfigError, which names
-    the setting ``key``, if the tokenizer cannot be used.
+    tokenizer.json has the tokens that transformers computes from all files. It is rewritten only if its own tokens
+    differ, since runs compare its fingerprint. Raises ConfigError, which names the setting ``key``, if the tokenizer
+    cannot be used.
 
     Args:
         key: the setting that names the tokenizer.
@@ -108,6 +111,8 @@ def load(key: str, name: str) -> dict[str, bytes]:
             files = {FILE: gpt2().to_str().encode()}
         elif (file := tokenizer_file(name)).is_file():
             files = {FILE: file.read_bytes()} | companions(file.parent)
+            if SETTINGS in files and not any((file.parent / own).exists() for own in (HEADER, "meta.json")):
+                files[FILE] = _as_in_transformers(files)
         else:
             from transformers import AutoTokenizer
 
@@ -119,7 +124,9 @@ def load(key: str, name: str) -> dict[str, bytes]:
                 AutoTokenizer.from_pretrained(name, trust_remote_code=False).save_pretrained(directory)
                 files = {FILE: (Path(directory) / FILE).read_bytes()} | companions(Path(directory))
         end_of_text(Tokenizer.from_buffer(files[FILE]), files)
-    except Exception as error:  # the libraries raise plain exceptions
+    except BaseException as error:
+        if not _of_library(error):
+            raise
         if "trust_remote_code" in str(error):
             problem = "it needs Python code from its repository, which gpt4d never runs"
         raise ConfigError(
@@ -137,46 +144,158 @@ def from_config(config: DataConfig) -> dict[str, bytes]:
     name = config.tokenizer
     assert name is not None
     files = load("data.tokenizer", name)
-    tokenizer = Tokenizer.from_buffer(files[FILE])
+    tokenizer = parse(files, name)
     if config.tokenizer_vocab is not None and vocabulary(tokenizer) > config.tokenizer_vocab:
         raise ConfigError(
             f"data.tokenizer={name}: its {vocabulary(tokenizer)} tokens are more than "
             f"data.tokenizer_vocab={config.tokenizer_vocab}; raise model.vocab_size, and data.tokenizer_vocab if set"
         )
     if config.chat_template:
+        files = {name: content for name, content in files.items() if not name.startswith(TEMPLATES)}
         files[TEMPLATE] = Path(os.path.expanduser(config.chat_template)).read_bytes()
     return files
 
 
 def parse(files: Mapping[str, bytes], where: object) -> Tokenizer:
-    """Return the tokenizer in ``files``. Raises ConfigError, which names its directory ``where``, if it is damaged."""
-    try:
-        return Tokenizer.from_buffer(files[FILE])
-    except Exception as error:  # the library raises plain exceptions
-        raise ConfigError(f"{where}/{FILE}: not a usable tokenizer ({one_line(error)}); restore the file") from None
+    """Return the tokenizer in ``files``, without its settings for truncation, padding and dropout.
+
+    Raises ConfigError, which names its directory ``where``, if it is damaged.
+    """
+    with one_line_errors(f"{where}/{FILE}: not a usable tokenizer (%s); restore the file"):
+        return complete(Tokenizer.from_buffer(files[FILE]))
 
 
-def companions(directory: Path) -> dict[str, bytes]:
-    """Return the files that describe a tokenizer in addition to ``tokenizer.json``, by name."""
-    return {name: (directory / name).read_bytes() for name in COMPANIONS if (directory / name).is_file()}
-
-
-def read(path: Path) -> Tokenizer:
-    """Read a tokenizer from a file, without its settings for truncation, padding and dropout."""
-    return _configure(Tokenizer.from_file(str(path)), companions(path.parent))
-
-
-def _configure(tokenizer: Tokenizer, files: Mapping[str, bytes] | None = None) -> Tokenizer:
-    """Make a tokenizer encode complete documents deterministically, and never encode their text as end-of-text."""
+def complete(tokenizer: Tokenizer) -> Tokenizer:
+    """Make a tokenizer encode complete texts deterministically, and return it."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if isinstance(tokenizer.model, models.BPE):
         tokenizer.model.dropout = None
+    return tokenizer
+
+
+@contextmanager
+def one_line_errors(message: str) -> Iterator[None]:
+    """Raise ConfigError for an error of the library in the body. ``message``: its text, with %s for the cause."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, ConfigError) or not _of_library(error):
+            raise
+        raise ConfigError(message.replace("%s", one_line(error))) from None
+
+
+def _of_library(error: BaseException) -> bool:
+    """Return whether the libraries raise an error: exceptions of any type, and panics, which are no Exception."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def _as_in_transformers(files: Mapping[str, bytes]) -> bytes:
+    """Return the tokenizer.json of the tokenizer that transformers builds from ``files``."""
+    from gpt4d.data import transformers_tokenizer
+
+    if "fast_tokenizer_files" in json.loads(files[SETTINGS]):
+        raise ValueError(f"fast_tokenizer_files of {SETTINGS} names other files; save it again with transformers 5")
+    own, theirs = parse(files, "."), transformers_tokenizer.load(files, ".").backend_tokenizer
+    if _first_and_last(own) == _first_and_last(theirs):
+        theirs.post_processor = own.post_processor  # transformers replaces null by one that adds no token
+    return files[FILE] if own.to_str() == theirs.to_str() else theirs.to_str().encode()
+
+
+def is_companion(name: str) -> bool:
+    """Return whether a file with this name next to tokenizer.json belongs to the tokenizer."""
+    return name in _COMPANIONS or (name.startswith(f"{TEMPLATES}.") and name.endswith(".jinja"))
+
+
+def belongs(name: str) -> bool:
+    """Return whether a file with this name in a checkpoint belongs to its tokenizer."""
+    return name == FILE or is_companion(name)
+
+
+def companions(directory: Path) -> dict[str, bytes]:
+    """Return the files that describe a tokenizer in addition to ``tokenizer.json``, by name.
+
+    A template additional_chat_templates/NAME.jinja has the name additional_chat_templates.NAME.jinja.
+    """
+    paths = {path.name: path for path in sorted(directory.iterdir()) if is_companion(path.name) and path.is_file()}
+    paths |= {f"{TEMPLATES}.{path.name}": path for path in sorted((directory / TEMPLATES).glob("*.jinja"))}
+    return {name: path.read_bytes() for name, path in paths.items()}
+
+
+def read(path: Path) -> Tokenizer:
+    """Read the tokenizer of documents from a file: it never encodes their text as end-of-text."""
+    files = {FILE: path.read_bytes()} | companions(path.parent)
+    tokenizer = parse(files, path.parent)
     end = tokenizer.id_to_token(end_of_text(tokenizer, files))
     assert end is not None
     tokenizer.add_special_tokens([end])
     tokenizer.encode_special_tokens = True  # a special token's name in a text is encoded as ordinary text
     return tokenizer
+
+
+def first_tokens(tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of the tokens that a tokenizer puts before a text."""
+    return _first_and_last(tokenizer)[0]
+
+
+def _first_and_last(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the ids of the tokens that a tokenizer puts before and after a text."""
+    if tokenizer.post_processor is None:
+        return [], []
+    added = tokenizer.get_added_tokens_decoder().values()
+    for text in ("x", *(token.content for token in added), *itertools.islice(tokenizer.get_vocab(), 100)):
+        with suppress(Exception):  # a vocabulary of words may have no token for the text
+            encoding = tokenizer.encode(text)
+            if 0 in encoding.special_tokens_mask:
+                own = encoding.special_tokens_mask.index(0)
+                stop = len(encoding.ids) - encoding.special_tokens_mask[::-1].index(0)
+                return encoding.ids[:own], encoding.ids[stop:]
+    return [], []
+
+
+def chosen_first_tokens(chosen: bool | None, tokenizer: Tokenizer, files: Mapping[str, bytes]) -> list[int]:
+    """Return the ids of the tokens at the beginning of each document for ``data.begin_of_text=chosen``.
+
+    ``files``: the files of the tokenizer. Raises ConfigError if it has no such token.
+    """
+    own = first_tokens(tokenizer)
+    if own or not chosen:
+        return [] if chosen is False else own
+    token = tokenizer.token_to_id(special_tokens(files).get("bos_token", ""))
+    if token is None:
+        raise ConfigError(
+            f"data.begin_of_text=true: the tokenizer has no bos_token; leave it out, or set bos_token in {SETTINGS}"
+        )
+    return [token]
+
+
+def with_first_tokens(files: Mapping[str, bytes], ids: list[int], where: object) -> dict[str, bytes]:
+    """Return the files of a tokenizer that puts the tokens ``ids`` before a text.
+
+    ``where``: the directory in the message of the ConfigError for a damaged tokenizer.
+    """
+    tokenizer = parse(files, where)
+    first, last = _first_and_last(tokenizer)
+    if first == ids:
+        return dict(files)
+    with one_line_errors(f"{where}/{FILE}: its vocabulary lacks one of the tokens {ids} (%s); restore the file"):
+        names = {token: tokenizer.id_to_token(token) for token in (*ids, *last)}
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*(names[token] for token in ids), "$A", *(names[token] for token in last)],
+            pair=None,
+            special_tokens=[(name, token) for token, name in names.items()],
+        )
+    return {**files, FILE: tokenizer.to_str().encode()}
+
+
+def as_trained(files: Mapping[str, bytes], identity: Mapping[str, str], where: object) -> dict[str, bytes]:
+    """Return the files of a tokenizer that puts those tokens before a text with which a run trains.
+
+    ``identity``: the identity of the run's data. Raises ConfigError as ``with_first_tokens`` does.
+    """
+    if FILE not in files:
+        return dict(files)
+    return with_first_tokens(files, [int(token) for token in identity.get(BEGIN, "").split()], where)
 
 
 def gpt2() -> Tokenizer:
@@ -222,6 +341,28 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
         for encoding in tokenizer.encode_batch_fast(pieces[start : start + _PIECES_AT_ONCE], add_special_tokens=False):
             ids += encoding.ids
     return ids
+
+
+def unknown_counter(tokenizer: Tokenizer) -> Callable[[str, list[int]], int]:
+    """Return a function that counts what is not in the vocabulary: dropped characters, or unknown tokens.
+
+    Its arguments are a text and its ids. White space is not counted.
+    """
+    vocabulary, model = tokenizer.get_vocab(), tokenizer.model
+    unknown = vocabulary.get(str(getattr(model, "unk_token", None)))
+    if not isinstance(model, models.BPE) or unknown is not None:
+        return lambda text, ids: ids.count(-1 if unknown is None else unknown)
+    if vocabulary.keys() >= {*pre_tokenizers.ByteLevel.alphabet()} or (model.byte_fallback and "<0x00>" in vocabulary):
+        return lambda text, ids: 0
+
+    def dropped(text: str, ids: list[int]) -> int:
+        """Return the number of characters that belong to no token: this model drops them."""
+        seen = {
+            at for begin, end in tokenizer.encode(text, add_special_tokens=False).offsets for at in range(begin, end)
+        }
+        return sum(not character.isspace() and at not in seen for at, character in enumerate(text))
+
+    return dropped
 
 
 def _can_split(tokenizer: Tokenizer) -> bool:

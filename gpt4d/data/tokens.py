@@ -8,6 +8,7 @@ a mask, such as ``train_00000.msk``: one byte per token, 1 if the token has a lo
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -202,6 +203,24 @@ class TokenFiles:
         """Whether the documents are conversations, which have a loss mask."""
         return self.header.get("masked", False)
 
+    @property
+    def first_tokens(self) -> list[int]:
+        """Ids that each document begins with; for conversations, ids that the tokenizer puts before a text."""
+        return tokenizers.first_tokens(self.tokenizer()) if self.masked else self.header.get(tokenizers.BEGIN, [])
+
+    def remarks(self) -> Iterator[str]:
+        """Yield sentences about the first token of documents, and about text that is not in the vocabulary."""
+        tokenizer = self.tokenizer()
+        if not self.masked and (own := tokenizers.first_tokens(tokenizer) or self.first_tokens):
+            names = " ".join(str(tokenizer.id_to_token(token)) for token in own)
+            yield (
+                f"each document begins with {names}"
+                if self.first_tokens
+                else f"the documents begin without {names}, which the tokenizer puts before a text"
+            )
+        if unknown := self.header.get("unknown"):
+            yield f"WARNING: {unknown:,} characters or words are not in the tokenizer's vocabulary"
+
     def tokens(self, split: str) -> Tokens:
         return self._mapped(split, "tokens", self.header["dtype"], self.header["vocabulary"])
 
@@ -243,6 +262,10 @@ def _parse_header(header: dict) -> dict:
     for key in ("tokenizer", "identity"):
         if not isinstance(header[key], str):
             raise TypeError(f"{key} is not a string")
+    first = counts(header.get(tokenizers.BEGIN, []))
+    if any(token >= vocabulary for token in first):
+        raise ValueError(f"{tokenizers.BEGIN} {first} with a vocabulary of {vocabulary}")
+    counts([header.get("unknown", 0)])
     masked = header.get("masked", False)
     if not isinstance(masked, bool):
         raise TypeError("masked is not true or false")

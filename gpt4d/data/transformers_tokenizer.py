@@ -15,10 +15,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 GENERATION_SETTINGS = "generation_config.json"
+_LEGACY_TEMPLATE = "chat_template.json"
 
 
 def write(
-    tokenizer: Tokenizer, files: Mapping[str, bytes], directory: Path, max_length: int, former_length: int | None = None
+    tokenizer: Tokenizer,
+    files: Mapping[str, bytes],
+    directory: Path,
+    max_length: int | None,
+    former_length: int | None = None,
 ) -> None:
     """Write a tokenizer such that transformers 4 and 5 load it.
 
@@ -26,17 +31,21 @@ def write(
         tokenizer: the tokenizer in ``files``.
         files: its files, by name.
         directory: existing directory to write to.
-        max_length: maximum length of the model's texts, for a tokenizer without settings.
+        max_length: maximum length of the model's texts, for a tokenizer without settings; None: not known.
         former_length: maximum length before the model was extended. ``max_length`` replaces it in the settings.
     """
     if tokenizers.SETTINGS in files:
-        for name in {tokenizers.FILE, *tokenizers.COMPANIONS} & files.keys():
-            (directory / name).write_bytes(files[name])
+        for name in filter(tokenizers.belongs, files):
+            path = directory / _path(name)
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(files[name])
     else:
         from transformers import PreTrainedTokenizerFast
 
         end = tokenizer.id_to_token(tokenizers.end_of_text(tokenizer, files))
-        special = {"bos_token": end, "eos_token": end} | tokenizers.special_tokens(files)
+        first = tokenizer.id_to_token((tokenizers.first_tokens(tokenizer) or [0])[0])
+        begin = first if tokenizers.first_tokens(tokenizer) else end
+        special = {"bos_token": begin, "eos_token": end} | tokenizers.special_tokens(files)
         exported = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=max_length, **special)
         exported.save_pretrained(directory)
         if tokenizers.TEMPLATE in files:
@@ -54,17 +63,29 @@ def write(
         (directory / tokenizers.SETTINGS).write_text(text, encoding="utf-8")
 
 
-def load(files: Mapping[str, bytes], checkpoint: object, max_length: int) -> "PreTrainedTokenizerBase":
-    """Return the tokenizer of a checkpoint. Raises ConfigError if the checkpoint has none, or a damaged one.
+def _path(name: str) -> str:
+    """Return the path of a tokenizer's file in a directory of transformers (``tokenizers.companions``)."""
+    further = f"{tokenizers.TEMPLATES}."
+    return f"{tokenizers.TEMPLATES}/{name.removeprefix(further)}" if name.startswith(further) else name
 
-    Arguments as for ``write``; ``checkpoint`` is the path in the message.
+
+def load(files: Mapping[str, bytes], checkpoint: object, max_length: int | None = None) -> Any:
+    """Return the tokenizer of a checkpoint, a PreTrainedTokenizerBase without dropout.
+
+    Arguments as for ``write``; ``checkpoint`` is the path in the message. Raises ConfigError if the checkpoint has no
+    tokenizer, or a damaged one.
     """
     tokenizer = tokenizers.of_checkpoint(files, checkpoint)
     from transformers import AutoTokenizer
 
-    with tempfile.TemporaryDirectory() as directory:
+    damaged = f"{checkpoint}: transformers cannot read the files of the tokenizer (%s); restore them"
+    with tempfile.TemporaryDirectory() as directory, tokenizers.one_line_errors(damaged):
         write(tokenizer, files, Path(directory), max_length)
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        found: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        tokenizers.complete(found.backend_tokenizer)
+        if _LEGACY_TEMPLATE in files and not found.chat_template:  # transformers reads it with a processor
+            found.chat_template = json.loads(files[_LEGACY_TEMPLATE])["chat_template"]
+        return found
 
 
 def end_tokens(tokenizer: "PreTrainedTokenizerBase", files: Mapping[str, bytes]) -> list[int]:

@@ -37,6 +37,11 @@ def _validation_set(config: DataConfig, training: Corpus, name: str, path: str) 
             f"data.validation.{name}={path}: made with another tokenizer than {own.directory}; prepare it again with "
             f"data.tokenizer={own.directory}"
         )
+    if files.first_tokens != own.first_tokens:
+        raise ConfigError(
+            f"data.validation.{name}={path}: its documents begin with other tokens than those of {own.location}; "
+            f"prepare it again with data.begin_of_text={str(bool(own.first_tokens)).lower()}"
+        )
     trained_on = next((source for source in training.files if source.content() == files.content()), None)
     if trained_on is None:
         return files, ALL
@@ -60,6 +65,7 @@ def _prepared(config: DataConfig, own: TokenFiles, name: str, path: str) -> Toke
         blend=None,
         stream=False,
         tokenizer=str(own.directory),
+        begin_of_text=None if own.masked else bool(own.first_tokens),
         chat_template=None,  # it is among the files of the tokenizer
         validation_fraction=0.0,
         validation=None,

@@ -10,7 +10,7 @@ import torch
 from tqdm import tqdm
 
 from gpt4d.config import ConfigError
-from gpt4d.data import transformers_tokenizer
+from gpt4d.data import tokenizers, transformers_tokenizer
 from gpt4d.evaluation import results as of_tasks
 from gpt4d.evaluation.shared_model import SharedModel
 from gpt4d.evaluation.tasks import Result, Tasks, named_as_in_training
@@ -41,7 +41,8 @@ class TrainingEvaluation:
 
     def __init__(self, plan: ParallelPlan, stage: Stage, task: Task, runtime: StageRuntime):
         self.config, self.task, self.runtime = plan.config, task, runtime
-        settings, model, files = plan.config.evaluate, cast(Any, plan.config.model), task.documents()
+        settings, model = plan.config.evaluate, cast(Any, plan.config.model)
+        files = tokenizers.as_trained(task.documents(), task.identity(), plan.config.run.dir)
         tokenizer = transformers_tokenizer.load(files, plan.config.run.dir, model.max_positions)
         ends = transformers_tokenizer.end_tokens(tokenizer, files)
         self.model = SharedModel(stage, tokenizer, ends, settings.batch_size)

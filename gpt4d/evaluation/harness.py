@@ -9,6 +9,8 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs
 
 from gpt4d.config import ConfigError, check_limits
+from gpt4d.data import tokenizers
+from gpt4d.data.chat_template import limits, template_for
 from gpt4d.evaluation.shared_model import SharedModel
 from gpt4d.task.scoring import Continuation
 from gpt4d.task.task import Sampling
@@ -42,15 +44,18 @@ class Harness(TemplateLM):
         if add_special_tokens is None and has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
             add_special_tokens = False
         settings = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        return self.tokenizer.encode(string, **settings)
+        with tokenizers.one_line_errors("tasks=…: the tokenizer cannot encode a text (%s); leave out its task"):
+            return self.tokenizer.encode(string, **settings)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        text = self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+        with limits("chat_template=true"):
+            text = self.tokenizer.apply_chat_template(
+                chat_history,
+                chat_template=template_for(self.tokenizer),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
         return str(text)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:

@@ -12,7 +12,7 @@ TEXT_USAGE = """from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained("PATH")
 tokenizer = AutoTokenizer.from_pretrained("PATH")
 ids = model.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=50)
-print(tokenizer.decode(ids[0]))
+print(tokenizer.decode(ids[0], skip_special_tokens=True))
 """
 
 

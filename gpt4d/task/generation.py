@@ -37,6 +37,7 @@ def continuations(
     tokens: int,
     documents: DocumentsOf = lambda ids, on_host: None,
     sampling: Sampling = DEFAULT,
+    begins: bool = True,
 ) -> list[str]:
     """Return each prompt and the model's continuation of it. Every rank calls it and gets the same texts.
 
@@ -48,8 +49,9 @@ def continuations(
         tokens: maximum number of new tokens per text; a text ends earlier at an end-of-text token.
         documents: returns the documents of ids, for models whose attention stays inside a document.
         sampling: how tokens are drawn.
+        begins: whether the tokenizer adds its first tokens to a prompt.
     """
-    ids = [tokenizer.encode(prompt, add_special_tokens=False).ids or [end] for prompt in prompts]
+    ids = [tokenizer.encode(prompt, add_special_tokens=begins).ids or [end] for prompt in prompts]
     new = continued(stage, ids, tokens, {end}, documents, sampling)
     return [tokenizer.decode(before + after) for before, after in zip(ids, new, strict=True)]
 

@@ -2,7 +2,9 @@
 
 import math
 import socket
+import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
@@ -10,22 +12,24 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from gpt4d import activity
 from gpt4d.config import BlendStage, Config, ConfigError, blend_paths, blend_stages, samples_of_run
-from gpt4d.data import documents, verification
+from gpt4d.data import documents, tokenizers, transformers_tokenizer, verification
 from gpt4d.data.batch import Batch, Counts
+from gpt4d.data.completion import begin_of_text
 from gpt4d.data.corpus_files import CorpusFile
 from gpt4d.data.encoding import Encoding
 from gpt4d.data.loader import Source
 from gpt4d.data.packing import IGNORED, PackedSequences
 from gpt4d.data.preparation import identity_of
-from gpt4d.data.prepare import Corpus, corpus, held_out_corpus, opened
+from gpt4d.data.prepare import PREPARED, Corpus, corpus, held_out_corpus, opened
 from gpt4d.data.sampler import Blend, DocumentSequences, Sequences
 from gpt4d.data.stream import Position, Stream, open_stream
 from gpt4d.data.text_bytes import bytes_of_tokens
-from gpt4d.data.tokenizers import FILE, companions, end_of_text, of_checkpoint
+from gpt4d.data.tokenizers import FILE, companions
 from gpt4d.data.tokens import TokenFiles
 from gpt4d.data.validation_sets import validation_sets
 from gpt4d.files import text_lines
@@ -34,7 +38,7 @@ from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.sequence import own_segments
 from gpt4d.parallel.stage import Stage
 from gpt4d.runtime.consensus import run_on_all_ranks, run_on_rank0
-from gpt4d.task.generation import continuations
+from gpt4d.task.generation import continuations, continued
 from gpt4d.task.reading import ReadingTask
 from gpt4d.task.source_losses import SourceLosses
 from gpt4d.task.task import Artifact, GenerateConfig, Sampling
@@ -49,10 +53,29 @@ _FEW_TOKENS = 0.9  # share of the model's vocabulary: a smaller tokenizer is rep
 def generate(config: GenerateConfig, files: Mapping[str, bytes], stage: Stage) -> str:
     """Return the continuations of prompts (gpt4d.task.registry.TaskEntry)."""
     prompts = _prompts(config)
-    tokenizer = of_checkpoint(files, config.checkpoint)
-    end = end_of_text(tokenizer, files)
-    texts = continuations(stage, tokenizer, end, prompts, config.tokens, sampling=config)
-    return "\n\n".join(texts)
+    tokenizer = transformers_tokenizer.load(files, config.checkpoint)
+    ids = [_prompt_ids(tokenizer, prompt) for prompt in prompts]
+    ends = transformers_tokenizer.end_tokens(tokenizer, files)
+    ids = [each or ends[:1] for each in ids]
+    new = continued(stage, ids, config.tokens, ends, sampling=config)
+    texts = zip(ids, new, strict=True)
+    return "\n\n".join(tokenizer.decode(before + after, skip_special_tokens=True) for before, after in texts)
+
+
+def _prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
+    """Return the ids of a prompt as in transformers. Raises ConfigError for a prompt that has no tokens.
+
+    Prints a warning on rank 0 for characters that are not in the vocabulary.
+    """
+    with tokenizers.one_line_errors("prompt=…: the tokenizer cannot encode it (%s); use another text"):
+        prompt.encode()  # The library's error for half of a surrogate pair does not name it.
+        ids = tokenizer.encode(prompt, verbose=False)
+        unknown = tokenizers.unknown_counter(tokenizer.backend_tokenizer)(prompt, ids)
+        if unknown and unknown == len("".join(prompt.split())):
+            raise ValueError("none of its characters is in the vocabulary")
+    if unknown and dist.get_rank() == 0:
+        print(f"WARNING: {unknown} characters or words of a prompt are not in the vocabulary", file=sys.stderr)
+    return ids
 
 
 def _prompts(config: GenerateConfig) -> list[str]:
@@ -86,6 +109,8 @@ class _Data(NamedTuple):
 
 def _prepare(config: Config) -> _Data:
     data, train = config.data, config.train
+    if data.tokenizer and data.source not in ("chat", *PREPARED):
+        data = replace(data, begin_of_text=begin_of_text(config))
     identity, text = None, list[CorpusFile]()
     if data.stream:
         with activity.unlimited():  # a tokenizer may be downloaded
@@ -163,7 +188,7 @@ class LanguageModeling(ReadingTask):
         try:
             directory = self._files.directory
             self._fingerprint = self._files.fingerprint()  # empty without a tokenizer
-            self._tokenizer_files = {}
+            self._tokenizer_files, self._begin = dict[str, bytes](), self._files.first_tokens
             if self._fingerprint:
                 self._tokenizer_files = {FILE: (directory / FILE).read_bytes()} | companions(directory)
             training, held_out = (
@@ -182,7 +207,8 @@ class LanguageModeling(ReadingTask):
         data, train, header = self.config.data, self.config.train, self._files.header
         text = [CorpusFile(*file) for file in self._data.text]  # a list from rank 0
         tokenizer = self._files.directory / FILE
-        encoding = Encoding(tokenizer, self._files.end_of_text, header["dtype"], data.validation_fraction)
+        end, fraction = self._files.end_of_text, data.validation_fraction
+        encoding = Encoding(tokenizer, end, header["dtype"], fraction, first=self._begin)
         return open_stream(data, text, encoding, train.seq_len, train.seed)
 
     def position(self, sample: int) -> dict[str, int]:
@@ -323,8 +349,10 @@ class LanguageModeling(ReadingTask):
         if logging.sample_prompt is None and self._data.identity and not self._files.count("validation", "tokens"):
             return None  # a stream has no other text that a prompt can be taken from
         prompt = self._held_out_prompt() if logging.sample_prompt is None else logging.sample_prompt
-        tokenizer = self._files.tokenizer()
-        tokenizer.encode_special_tokens = not self._masked  # a chat template separates messages by them
+        directory = self._files.directory
+        tokenizer = tokenizers.parse(
+            tokenizers.with_first_tokens(self._tokenizer_files, self._begin, directory), directory
+        )
         with self.averaged():
             (text,) = continuations(
                 self._stage,
@@ -334,6 +362,8 @@ class LanguageModeling(ReadingTask):
                 logging.sample_tokens,
                 self._documents,
                 _SAMPLING,
+                # The chat template has rendered the first token of a held-out conversation.
+                begins=not (self._masked and logging.sample_prompt is None),
             )
         return Artifact(f"\n{text}\n", {"text": text})
 
@@ -368,6 +398,8 @@ class LanguageModeling(ReadingTask):
             text += f"; the largest token is {vocabulary - 1:,}"
         elif vocabulary < model.vocab_size * _FEW_TOKENS:
             text += f"\nthe tokenizer has {vocabulary:,} tokens, and model.vocab_size={model.vocab_size}; lower it"
+        if self._fingerprint:
+            text += "".join(f"\n{remark}" for remark in self._files.remarks())
         for name, (files, _) in self._set_files.items():
             found: Any = self._sets[name]
             used = self.validation[name].steps * self.config.train.batch_size
@@ -394,7 +426,8 @@ class LanguageModeling(ReadingTask):
     def identity(self) -> dict[str, str]:
         tokenizer = {"tokenizer": self._fingerprint} if self._fingerprint else {}
         samples = self._data.identity or self._corpus.fingerprint(self._firsts)
-        return {**tokenizer, "samples": samples, "data": self.config.data.name}
+        begin = {tokenizers.BEGIN: " ".join(map(str, self._begin))} if self._begin else {}
+        return {**tokenizer, **begin, "samples": samples, "data": self.config.data.name}
 
     def documents(self) -> dict[str, bytes]:
         return self._tokenizer_files

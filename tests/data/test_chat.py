@@ -54,12 +54,13 @@ def test_the_project_has_200_conversations_with_alternating_roles_and_without_re
 
 def encoder(directory, template=None, train_on="assistant"):
     files = tokenizers.companions(directory) | ({tokenizers.TEMPLATE: template.encode()} if template else {})
-    return ChatEncoder(tokenizers.read(directory / "tokenizer.json"), files, train_on)
+    files[tokenizers.FILE] = (directory / tokenizers.FILE).read_bytes()
+    return ChatEncoder(files, directory, train_on)
 
 
 def shown(encoder, conversation):
     """Return the text of the tokens that have a loss."""
-    ids, mask = encoder.encode(conversation, "here")
+    ids, mask, _ = encoder.encode(conversation, "here")
     return encoder.tokenizer.decode(np.array(ids)[mask].tolist(), skip_special_tokens=False)
 
 
@@ -119,7 +120,7 @@ def test_tokens_and_masks_equal_those_of_transformers(directory, template):
     ours = encoder(directory, template)
     for messages in [*conversations(30), [user("é 語 <|im_end|>"), assistant("語 é 🙂")]]:
         expected = theirs.apply_chat_template(messages, chat_template=MARKED, return_assistant_tokens_mask=True)
-        ids, mask = ours.encode(Conversation(messages), "here")
+        ids, mask, _ = ours.encode(Conversation(messages), "here")
         assert ids == expected["input_ids"] and mask.astype(int).tolist() == expected["assistant_masks"]
 
 

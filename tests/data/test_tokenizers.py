@@ -207,7 +207,8 @@ def test_documents_end_with_the_eos_token_that_the_tokenizer_names(changed, smal
     tokenizer = changed(lambda content: None, whole=True)
     tokenizer.add_special_tokens(["<end>"])
     tokenizer.save(str(source / "tokenizer.json"))
-    settings = {"eos_token": {"content": "<end>"}, "pad_token": "<end>", "chat_template": "{{ messages }}"}
+    end = {"__type": "AddedToken", "content": "<end>"}
+    settings = {"eos_token": end, "pad_token": "<end>", "chat_template": "{{ messages }}"}
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
     small = replace(small, tokenizer=str(source), tokenizer_vocab=60_000)
     files = prepare.prepare(small, tmp_path / "out")
@@ -216,9 +217,9 @@ def test_documents_end_with_the_eos_token_that_the_tokenizer_names(changed, smal
     companions = tokenizers.companions(files.directory)
     assert companions == tokenizers.companions(source) and tokenizers.special_tokens(companions)["pad_token"] == "<end>"
     assert TokenFiles.open(files.directory) == files
-    (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<other>"}))
+    (files.directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<other>"}))
     with pytest.raises(ConfigError, match=r"the tokenizer lacks the eos_token='<other>' of tokenizer_config\.json"):
-        tokenizers.from_config(small)
+        TokenFiles.open(files.directory)
 
 
 def test_code_of_a_tokenizers_repository_never_runs_and_nobody_is_asked(small, tmp_path, monkeypatch):

@@ -102,7 +102,7 @@ def _continue_prompts(path: Path, device: torch.device) -> list[str]:
     with process_group(Launch(), device):
         stage = build_stage(config, Grid(device_type=device.type), device, initialized=False)
         storage.load(checkpoint, stage.module, None, stage.grid)
-        files = checkpoint.documents((tokenizers.FILE, *tokenizers.COMPANIONS))
+        files = checkpoint.model_files()
         tokenizer = tokenizers.parse(files, str(path))
         end = tokenizers.end_of_text(tokenizer, files)
         return continuations(stage, tokenizer, end, _PROMPTS, _NEW_TOKENS, sampling=GREEDY)

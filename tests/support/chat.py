@@ -2,7 +2,11 @@
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from tokenizers import processors
 
 from gpt4d.data import tokenizers
 from tests.support.environment import REPOSITORY
@@ -48,14 +52,26 @@ def write_lines(path: Path, rows: list) -> Path:
     return path
 
 
-def write_tokenizer(directory: Path, template: str | None = TEMPLATE) -> Path:
-    """Write a tokenizer of at most 300 tokens and its settings to a new directory, and return the directory."""
+def write_tokenizer(
+    directory: Path,
+    template: str | None = TEMPLATE,
+    first: Sequence[str] = (),
+    last: Sequence[str] = (),
+    **settings: Any,
+) -> Path:
+    """Write a tokenizer of at most 300 tokens and its settings to a new directory, and return the directory.
+
+    It puts the tokens ``first`` before a text and ``last`` after it. ``settings``: further settings.
+    """
     directory.mkdir()
     texts = [" ".join(WORDS), "user\n assistant\n system\n"] * 9
     tokenizer = tokenizers.train(texts, 290)
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    if first or last:
+        ids = [(token, tokenizer.token_to_id(token)) for token in {*first, *last}]
+        tokenizer.post_processor = processors.TemplateProcessing([*first, "$A", *last], None, ids)
     tokenizer.save(str(directory / "tokenizer.json"))
-    settings = {"eos_token": "<|im_end|>", **({"chat_template": template} if template else {})}
+    settings = {"eos_token": "<|im_end|>", **({"chat_template": template} if template else {}), **settings}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     return directory
 

@@ -45,7 +45,9 @@ def save(directory: Path, config, max_shard_size: str = "5GB", dtype: torch.dtyp
     model = AutoModelForCausalLM.from_config(settings, dtype=dtype)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     words = {f"w{index}": index for index in range(49)} | {"</s>": 49}
-    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(directory / "tokenizer.json"))
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.add_special_tokens(["w1", "</s>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
     for name, content in TOKENIZER_FILES.items():
         (directory / name).write_bytes(content)
 

@@ -11,7 +11,7 @@ from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.checkpoint.importer import import_model
 from gpt4d.data import tokenizers, transformers_tokenizer
 from gpt4d.evaluation.shared_model import SharedModel
-from gpt4d.inference import files_of, inference_plan, load_stage
+from gpt4d.inference import inference_plan, load_stage
 from gpt4d.task.task import InferenceConfig
 
 TEXT = "The union of the states is a government of laws, and the people of every state are its strength. "
@@ -55,7 +55,7 @@ def shared_model(run: Path, batch_size: int = 3, **settings) -> Iterator[SharedM
     checkpoint = Checkpoint.open(run)
     plan = inference_plan(checkpoint.meta.model, InferenceConfig(str(run), **settings), dist.get_world_size())
     stage = load_stage(checkpoint, plan, dist.get_rank(), torch.device("cpu"), ranks_per_host=1)
-    files = files_of(checkpoint)
+    files = checkpoint.model_files()
     tokenizer = transformers_tokenizer.load(files, run, checkpoint.meta.model.max_positions)
     yield SharedModel(stage, tokenizer, transformers_tokenizer.end_tokens(tokenizer, files), batch_size)
     if stage.exchange:
