@@ -355,12 +355,18 @@ def unknown_counter(tokenizer: Tokenizer) -> Callable[[str, list[int]], int]:
     if vocabulary.keys() >= {*pre_tokenizers.ByteLevel.alphabet()} or (model.byte_fallback and "<0x00>" in vocabulary):
         return lambda text, ids: 0
 
+    prefix, suffix = model.continuing_subword_prefix or "", model.end_of_word_suffix or ""
+    normalizer, splitter = tokenizer.normalizer, tokenizer.pre_tokenizer
+    added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+
     def dropped(text: str, ids: list[int]) -> int:
-        """Return the number of characters that belong to no token: this model drops them."""
-        seen = {
-            at for begin, end in tokenizer.encode(text, add_special_tokens=False).offsets for at in range(begin, end)
-        }
-        return sum(not character.isspace() and at not in seen for at, character in enumerate(text))
+        """Return the number of characters without a token, which this model drops."""
+        for token in added:
+            text = text.replace(token, " ")
+        text = normalizer.normalize_str(text) if normalizer else text
+        pieces = (piece for piece, _ in splitter.pre_tokenize_str(text)) if splitter else (text,)
+        characters = (each for piece in pieces for each in piece if not each.isspace())
+        return sum(vocabulary.keys().isdisjoint((each, prefix + each, each + suffix)) for each in characters)
 
     return dropped
 
