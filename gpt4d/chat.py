@@ -23,13 +23,13 @@ from gpt4d.config import ConfigError, asks_for_help, from_arguments, setting
 from gpt4d.data import tokenizers, transformers_tokenizer
 from gpt4d.data.chat_template import limits, template_for
 from gpt4d.data.conversations import ROWS, Conversation, Unread, parse
-from gpt4d.files import text_lines
 from gpt4d.inference import inference_plan, trained_model
 from gpt4d.parallel.stage import Stage
 from gpt4d.runtime.consensus import run_on_rank0
 from gpt4d.runtime.errors import one_line, one_line_errors
 from gpt4d.runtime.launch import Launch
 from gpt4d.task import registry as tasks
+from gpt4d.task.generation import prompt_lines
 from gpt4d.task.task import InferenceConfig, Sampling
 from gpt4d.writing import replace_file, required_file, warn
 
@@ -269,7 +269,7 @@ def _conversations(config: ChatConfig) -> list[Conversation]:
     unread = Unread()
     found = [
         _with_system(_conversation(line, f"prompts={config.prompts}: line {number}", unread), config.system)
-        for number, line in enumerate(text_lines("prompts", str(config.prompts)), 1)
+        for number, line in enumerate(prompt_lines(str(config.prompts)), 1)
         if line.strip()
     ]
     if not found:

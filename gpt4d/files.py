@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import xxhash
 
 from gpt4d import activity
-from gpt4d.config import ConfigError
 
 _FLUSH_BYTES = 64 << 20  # bytes between two flushes, so that a flush is short on a slow disk and progress is visible
 _flush = getattr(os, "fdatasync", os.fsync)  # macOS lacks fdatasync
@@ -85,19 +84,6 @@ def has_types(entry: Mapping[str, Any]) -> bool:
         if types and (type(value) not in types or (isinstance(value, int | float) and not abs(value) < _LARGEST)):
             return False
     return True
-
-
-def text_lines(key: str, path: str) -> list[str]:
-    """Return the lines of a user's text file, which end at a newline or a Windows line ending, and nowhere else.
-
-    Raises ConfigError, with the ``key`` that names the file, if it cannot be read or is not UTF-8.
-    """
-    try:
-        lines = Path(path).read_bytes().decode("utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{key}={path}: {reason}; use a text file in UTF-8") from None
-    return [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]
 
 
 class NewFile:

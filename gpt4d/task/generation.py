@@ -1,11 +1,13 @@
 """Text generation: prompts continued token by token."""
 
 from collections.abc import Callable, Container, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 
+from gpt4d.config import ConfigError
 from gpt4d.model import registry
 from gpt4d.model.description import STREAM, EdgeTensor
 from gpt4d.model.edges import edges, plain
@@ -27,6 +29,19 @@ DocumentsOf = Callable[[torch.Tensor, torch.Tensor], Documents | None]
 DEFAULT = Sampling()
 # Returns whether text i ends after the new ids. All ranks must return the same.
 Ends = Callable[[int, list[int]], bool]
+
+
+def prompt_lines(path: str) -> list[str]:
+    """Return the lines of the file ``prompts``, which end at a newline or a Windows line ending, and nowhere else.
+
+    Raises ConfigError if the file cannot be read or is not UTF-8.
+    """
+    try:
+        lines = Path(path).read_bytes().decode("utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"prompts={path}: {reason}; use a text file in UTF-8") from None
+    return [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]
 
 
 def continuations(

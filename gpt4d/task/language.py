@@ -32,13 +32,12 @@ from gpt4d.data.text_bytes import bytes_of_tokens
 from gpt4d.data.tokenizers import FILE, companions
 from gpt4d.data.tokens import TokenFiles
 from gpt4d.data.validation_sets import validation_sets
-from gpt4d.files import text_lines
 from gpt4d.model.parts import Part
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.sequence import own_segments
 from gpt4d.parallel.stage import Stage
 from gpt4d.runtime.consensus import run_on_all_ranks, run_on_rank0
-from gpt4d.task.generation import continuations, continued
+from gpt4d.task.generation import continuations, continued, prompt_lines
 from gpt4d.task.reading import ReadingTask
 from gpt4d.task.source_losses import SourceLosses
 from gpt4d.task.task import Artifact, GenerateConfig, Sampling
@@ -83,7 +82,7 @@ def _prompts(config: GenerateConfig) -> list[str]:
         raise ConfigError("prompt=…: set it to the text that the model continues, or prompts to a file with one a line")
     if config.prompt is not None:
         return [config.prompt]
-    prompts = text_lines("prompts", str(config.prompts))
+    prompts = prompt_lines(str(config.prompts))
     if not prompts:
         raise ConfigError(f"prompts={config.prompts}: empty; write one prompt a line")
     return prompts
