@@ -10,6 +10,8 @@ import json
 import lzma
 import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
 import datasets
@@ -21,7 +23,6 @@ from pyarrow import ipc, parquet
 from gpt4d.config import DataConfig, check_data, patterns
 from gpt4d.data import sources
 from gpt4d.data.documents import documents, files, identity, is_held_out, readers, size
-from tests.support.commands import command
 from tests.support.data_files import flip_bit, one_line
 from tests.support.environment import REPOSITORY
 from tests.support.grids import full
@@ -260,7 +261,7 @@ def test_a_damaged_file_of_columns_gives_text_of_the_file_or_one_line(tmp_path, 
         content = table(write, texts, 100)
     (tmp_path / "intact").write_bytes(content)
     words = [str(path), str(tmp_path / "intact"), " ".join(map(str, seeds)), source, read]
-    done = command("-c", READ_DAMAGED, *words)
+    done = subprocess.run([sys.executable, "-c", READ_DAMAGED, *words], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, f"{done.returncode}: {done.stdout[-300:]} {done.stderr[-2000:]}"
     lines = done.stdout.split("\n")
     assert lines.count("line") and lines.count("line") + lines.count("read") + lines.count("changed") == len(seeds)
