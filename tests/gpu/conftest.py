@@ -44,11 +44,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.stash[_STARTS] = {}
     part = config.getoption("--part")
-    for item in [item for item in items if part and _settings(item).get("part", part) != part]:
-        items.remove(item)
-    places = [place for place, item in enumerate(items) if _settings(item)]
-    for place, item in zip(places, sorted((items[place] for place in places), key=_order), strict=True):
-        items[place] = item
+    items[:] = [item for item in items if not part or _settings(item).get("part", part) == part]
+    items.sort(key=lambda item: _order(item) if _settings(item) else (0, 0))
 
 
 def _order(item: pytest.Item) -> tuple[int, int]:

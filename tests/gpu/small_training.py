@@ -128,16 +128,9 @@ def build_step(case: GridCase, device: torch.device, alone: bool = False) -> tup
 
 def local_batches(plan: ParallelPlan, stage: Stage) -> list[tuple]:
     """Return this rank's microbatches of a batch: ids, targets, sample ids and documents."""
-    grid, device = stage.grid, stage.weights.device
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(_MODEL.vocab_size, (_BATCH, _LENGTH + 1), generator=generator)
-    size = plan.micro_batch_size(plan.stages[stage.index])
-    batches = []
-    for samples in torch.arange(_BATCH).chunk(plan.microbatches):
-        own = samples.split(size)[grid.batch_shard]
-        batch = [tensor.to(device) for tensor in (ids[own, :-1], ids[own, 1:], own)]
-        batches.append((*batch, Documents.ending_with(0, batch[0] // 20)))
-    return batches
+    batches = RandomTokens(plan.config, plan, stage).batches(0)
+    on_device = [[tensor.to(stage.weights.device) for tensor in batch] for batch in batches]
+    return [(*batch, Documents.ending_with(0, batch[0] // 20)) for batch in on_device]
 
 
 def _hashes(stage: Stage) -> dict[str, str]:

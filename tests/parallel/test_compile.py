@@ -32,9 +32,10 @@ compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile
 
 
 @pytest.fixture(autouse=True)
-def compiles(monkeypatch):
-    """Use no private directory, and disable compilation after the test."""
+def compiles(monkeypatch, tmp_path):
+    """Use a directory of the test, and disable compilation after the test."""
     monkeypatch.setattr(compile_cache, "set_environment", lambda: None)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     yield
     compile.enable(False, torch.device("cpu"))
 
@@ -64,9 +65,8 @@ def conversions_to_float8() -> list[torch.Tensor]:
 
 @pytest.mark.full
 @compiler
-def test_compiled_conversions_to_float8_have_the_bits_of_eager_ones(tmp_path, monkeypatch):
+def test_compiled_conversions_to_float8_have_the_bits_of_eager_ones():
     eager = conversions_to_float8()
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     compile.enable(True, torch.device("cpu"))
     for one, other in zip(conversions_to_float8(), eager, strict=True):
         assert torch.equal(one, other)
@@ -75,10 +75,9 @@ def test_compiled_conversions_to_float8_have_the_bits_of_eager_ones(tmp_path, mo
 @pytest.mark.full
 @compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_functions_equal_eager_ones(tmp_path, monkeypatch, dtype):
+def test_compiled_functions_equal_eager_ones(dtype):
     calls = [*compiled_calls(dtype)]
     eager = [function_of(kernel)(*deepcopy(arguments)) for kernel, arguments in calls]
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     compile.enable(True, torch.device("cpu"))
     for (kernel, arguments), expected in zip(calls, eager, strict=True):
         found = kernel(*arguments)

@@ -113,14 +113,12 @@ def all_pairs() -> set[Pair]:
     """Return all pairs of options that fit."""
     values = [(factor, value) for factor, options in FACTORS.items() for value in options]
     pairs = itertools.combinations(values, 2)
-    return {
-        frozenset(pair) for pair in pairs if pair[0][0] != pair[1][0] and _fits(dict(pair)) and _extends(dict(pair))
-    }
+    return {frozenset(pair) for pair in pairs if pair[0][0] != pair[1][0] and _extends(dict(pair))}
 
 
 def _extends(row: Row) -> bool:
-    """Return whether some family fits to a row."""
-    return any(_fits({**row, "family": family}) for family in FACTORS["family"]) if "family" not in row else _fits(row)
+    """Return whether the row's family, or some family, fits to it."""
+    return any(_fits({"family": family} | row) for family in FACTORS["family"])
 
 
 def rows() -> list[Row]:
