@@ -16,6 +16,7 @@ from gpt4d.parallel.comm.collectives import Axis
 from gpt4d.parallel.layers import experts
 
 CONFIG = MoeConfig(layers=2, hidden=16, inner=24, experts=8, tokens=32)
+_DIFFERENCES = ("1x1x1x1", 0.0), ("1x1x2x1", 2e-5)
 
 
 def expected():
@@ -97,9 +98,6 @@ def test_a_loss_of_equality_is_an_error():
     rows = [{"family": "ours", "name": name, "peak_mib": 1.0, "gradient_difference": d} for name, d in _DIFFERENCES]
     with patch.object(moe, "compared_gradients", lambda *_: rows), pytest.raises(RuntimeError, match="1x1x2x1: output"):
         moe.values(moe.Settings())
-
-
-_DIFFERENCES = ("1x1x1x1", 0.0), ("1x1x2x1", 2e-5)
 
 
 @pytest.mark.slow

@@ -37,6 +37,8 @@ MISTAKES = {  # values that a function rejects, and its message
         lambda text: from_arguments(one_device.Settings, [f"out={text}"]), ("",),
     ),
 }  # fmt: skip
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+COMMAND = "python -m benchmarks "
 
 
 @pytest.mark.parametrize("message", MISTAKES)
@@ -109,10 +111,6 @@ def test_the_name_of_a_grid_says_all_its_settings():
         case = settings.parse_grid(name)
         assert settings.grid_name(case.sizes, case.parallel) == name
     assert settings.parse_grid("1x1x1x8/sharded").sharded
-
-
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-COMMAND = "python -m benchmarks "
 
 
 @pytest.mark.slow

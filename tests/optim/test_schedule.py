@@ -17,6 +17,8 @@ from tests.support.rank_pool import RankFailure
 from tests.support.settings import configured
 
 STEPS, WARMUP = 110, 10
+WSD = "optim.schedule=wsd"
+BRANCH = f"{WSD} optim.decay_from=400 train.steps=500"
 
 
 def rates(schedule, **settings):
@@ -85,9 +87,6 @@ def test_schedule_steps_sets_the_end_of_a_decay_independent_of_the_run(schedule)
     assert learning_rate(50, config, 1000) == pytest.approx(config.lr * config.min_lr_ratio)
 
 
-WSD = "optim.schedule=wsd"
-
-
 MISTAKES = [
     ("optim.schedule=step", "^optim.schedule=step: use one of cosine, linear, wsd, constant, inverse_sqrt"),
     ("optim.decay_fraction=0", "^optim.decay_fraction=0.0: use a value above 0"),
@@ -151,9 +150,6 @@ def checkpoint_at(step, *overrides):
     meta = Meta(Progress(step), config.model, [], "", {}, settings=recorded_settings(asdict(config)))
     vars(checkpoint)["meta"] = meta  # in place of the files
     return checkpoint
-
-
-BRANCH = f"{WSD} optim.decay_from=400 train.steps=500"
 
 
 @pytest.mark.parametrize(

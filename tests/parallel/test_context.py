@@ -34,6 +34,8 @@ from tests.support.settings import configured
 from tests.support.stages import RandomTokens, own_stage
 
 aten = torch.ops.aten
+RESUMED = [(4, ["parallel.context=4", "parallel.gz=2"]), (2, ["parallel.context=2"])]
+SEQUENCES, LENGTH, HEADS, SIZE = 4, 24, 4, 8
 
 
 def token_losses(config):
@@ -60,9 +62,6 @@ def test_the_losses_of_tokens_are_those_of_one_rank(ranks, tiny):
 def test_all_ranks_have_equal_work():
     pairs = [sum(1 + 2 * n for n in segments_of(count, i)) / count for count in (2, 3, 8, 64) for i in range(count)]
     assert set(pairs) == {4.0}
-
-
-RESUMED = [(4, ["parallel.context=4", "parallel.gz=2"]), (2, ["parallel.context=2"])]
 
 
 def test_a_run_continues_with_other_numbers_of_ranks_per_sequence(ranks, tiny):
@@ -162,9 +161,6 @@ def test_attention_by_lengths_is_attention_by_mask(packed, window, exchange):
                 found += [out, statistics, *block_gradients(q, q, k, v, whole, totals, mask, block, None)]
             results.append(found)
     torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-12)
-
-
-SEQUENCES, LENGTH, HEADS, SIZE = 4, 24, 4, 8
 
 
 class Case(NamedTuple):

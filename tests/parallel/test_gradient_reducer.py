@@ -12,6 +12,7 @@ from tests.support.parallel_runs import runtime_of
 from tests.support.rank_pool import RankFailure
 
 GRIDS = [GridSizes(*sizes) for sizes in ((1, 1, 2, 2), (2, 1, 1, 2), (1, 1, 1, 4), (1, 2, 2, 2))]
+MIB = 1 << 20
 
 
 def two_steps(sizes, overlap):
@@ -36,9 +37,6 @@ def test_buckets_leave_during_the_backward_and_sum_to_the_same_bits(ranks, sizes
         # Over z, the last scatters are still in flight when the backward of so small a model ends.
         assert early[0] == early[1] >= (1 if sizes.z > 1 else buckets // 2) and buckets > 4
         assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
-
-
-MIB = 1 << 20
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ GRID = GridSizes(2, 1, 2, 1)
 # Three switches, of which each pair has each pair of values in one of the choices.
 PAIRWISE = [(True, True, True), (True, False, False), (False, True, False), (False, False, True)]
 LAYERS = TINY_MODEL.layers
+# Two and three microbatches in flight, as stages of a pipeline have them.
+IN_FLIGHT = ["F0 F1 B0 B1", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 F1 F2 B2 B1 B0"]
 
 
 def overlaps(switches):
@@ -154,10 +156,6 @@ def begin(stage, actions):
     """Start a step of these actions."""
     schedule = stage.weights.schedule
     schedule.begin(schedule.plan(weight_order(actions, stage.layer_weights), stage.cached))
-
-
-# Two and three microbatches in flight, as stages of a pipeline have them.
-IN_FLIGHT = ["F0 F1 B0 B1", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 F1 F2 B2 B1 B0"]
 
 
 def gradients_in_flight(text, recompute, cache_layers):

@@ -16,6 +16,9 @@ from gpt4d.parallel.symbolic.kernels import MAX
 from tests.support.parallel_runs import axis_across_hosts, grid_on_hosts
 from tests.support.rank_pool import RankFailure
 
+LONG, SHORT = 1 << 18, 32  # bytes of a piece
+PIECES = [("0011", LONG), ("0011", SHORT), ("0101", LONG), ("0110", SHORT), ("001122", SHORT), ("000111", LONG)]
+
 
 def with_both(axis, start):
     """Return the results of started collectives with the transport of an axis, and with gloo."""
@@ -101,10 +104,6 @@ def across_hosts(hosts, piece_bytes):
     ):
         summed = results("start_all_reduce", 2, 4, 5, 6, 8, 10, 12, 14, 16)
         return summed, results("start_reduce_scatter", *sizes), results("start_all_gather", *sizes), sum(elements)
-
-
-LONG, SHORT = 1 << 18, 32  # bytes of a piece
-PIECES = [("0011", LONG), ("0011", SHORT), ("0101", LONG), ("0110", SHORT), ("001122", SHORT), ("000111", LONG)]
 
 
 @pytest.mark.parametrize(("hosts", "piece_bytes"), PIECES)

@@ -33,6 +33,7 @@ EXPERTS = (
 )
 LAYERS_6, BF16 = "model.layers=6", "train.precision=bf16"
 RECOMPUTE, RING = "train.activation_checkpointing=full", "parallel.context_exchange=ring"
+STAGES = "pipeline.stages=2 pipeline.microbatches=1"
 
 
 def settings(model: str, grid: str, *overrides: str) -> Config:
@@ -130,9 +131,6 @@ def replayed(rows: list, own: int) -> Iterator[None]:
         yield
     recording.recorded_segments.cache_clear()
     assert next(calls, None) is None
-
-
-STAGES = "pipeline.stages=2 pipeline.microbatches=1"
 
 
 @pytest.mark.parametrize(

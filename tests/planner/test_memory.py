@@ -36,6 +36,9 @@ FAMILIES = {
     "moe": "model=moe_tiny model.hidden=64 model.head_size=8 model.inner=96 model.vocab_size=320 train.batch_size=8 "
     "model.vocab_multiple=16 model.max_positions=64 train.seq_len=64 train.precision=fp32",
 }
+STAGES = "model.layers=8 model.vocab_size=258 model.vocab_multiple=16 train.batch_size=16 train.seq_len=32"
+PIPELINE = "parallel.pipeline."
+OF_8 = "train.batch_size=8"
 
 
 def overrides_of(family: str, *overrides: str) -> list[str]:
@@ -264,11 +267,6 @@ def check_peaks_of_stages(ranks, config: Config, world_size: int) -> list[int]:
     taken = [max(nbytes for index, nbytes in answers if index == stage) for stage in range(len(planned))]
     assert [gib * GIB for gib in planned] == pytest.approx(taken, rel=0.1)
     return taken
-
-
-STAGES = "model.layers=8 model.vocab_size=258 model.vocab_multiple=16 train.batch_size=16 train.seq_len=32"
-PIPELINE = "parallel.pipeline."
-OF_8 = "train.batch_size=8"
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,10 @@ MODEL = (
     "model.vocab_multiple=16", "model.max_positions=16", "optim.algorithm=adamw", "train.seq_len=16",
     "train.batch_size=8", "train.precision=fp32",
 )  # fmt: skip
+NODES = ClusterConfig(
+    device="cuda",
+    levels=[LevelConfig(None, 100.0, None, 20.0), LevelConfig(2, 200.0, None, 5.0), LevelConfig(4, 300.0, 100.0, 1.0)],
+)
 
 
 def test_an_imbalance_costs_time_only_if_z_splits_the_experts():
@@ -31,12 +35,6 @@ def test_an_imbalance_costs_time_only_if_z_splits_the_experts():
             for factor in (1, 3)
         )
         assert (three.compute_s > one.compute_s, three.memory_gib > one.memory_gib) == (slower, slower)
-
-
-NODES = ClusterConfig(
-    device="cuda",
-    levels=[LevelConfig(None, 100.0, None, 20.0), LevelConfig(2, 200.0, None, 5.0), LevelConfig(4, 300.0, 100.0, 1.0)],
-)
 
 
 def slowest_link_s(span: RankSpan, devices: int) -> float:

@@ -18,6 +18,7 @@ from tests.support.planner_runs import ranked
 from tests.support.settings import configured
 
 PAIRS = ("model=gpt_tiny", "cluster.levels=[{ranks: 4, group_gb_s: 1}, {ranks: 2, group_gb_s: 50}]", "model.heads=8")
+BF16 = ("train.precision=bf16", "train.batch_size=8")
 
 
 @pytest.mark.parametrize("rank_order", ["xy", "yx"])
@@ -139,9 +140,6 @@ def test_the_planners_choice_is_accepted_whatever_the_lengths(devices, length):
     for micro_batch in (["train.micro_batch_size=1"], []):
         for plan in search.rank(configured([*words, *micro_batch]), devices).plans:
             assert validate(configured([*words, *micro_batch, *plan.overrides]), devices).sizes == plan.sizes
-
-
-BF16 = ("train.precision=bf16", "train.batch_size=8")
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tests.simulated_gpu.job import Job
 
 Clock = dict[int, int]  # number of operations that are complete, by stream
+_OTHER_GPU = 1  # the current GPU of a new thread: another rank's, as GPU 0 is for most ranks
 
 
 def merge(clock: Clock, other: Clock) -> None:
@@ -116,9 +117,6 @@ class Event:
             elif not covers(self.job.thread.clock, event.clock):
                 self.job.problems.report("timing", "the time of an event that the host has not waited for")
         return 1.0
-
-
-_OTHER_GPU = 1  # the current GPU of a new thread: another rank's, as GPU 0 is for most ranks
 
 
 class ThreadState:

@@ -18,6 +18,8 @@ from tests.support.grids import full
 STEPS = 5  # two without graphs, a recording, a replay, and a recording after an evaluation
 SAMPLED = [("y and data", "last"), ("1f1b", "last")]  # plans and ranks
 ROWS = [row for row in rows() if row["documents"] == "joined"]
+PROGRAMS = Programs()
+reports = PROGRAMS.reports
 
 
 def train(row: Row, rank: int, cuda_graphs: bool = True) -> training.Outcome:
@@ -68,9 +70,6 @@ def test_a_prefetched_weight_in_flight_at_the_end_of_a_graph_is_reported(simulat
 
 
 # ------------------------------------------------------------------------------------- mistakes in small programs
-
-PROGRAMS = Programs()
-reports = PROGRAMS.reports
 
 
 class Capture:

@@ -31,6 +31,7 @@ _MI250X = _H100 | {
     "gcnArchName": "gfx90a", "multi_processor_count": 110, "regs_per_multiprocessor": 131_072, "warp_size": 64,
     "L2_cache_size": 8 << 20, "shared_memory_per_block_optin": 64 << 10,
 }  # fmt: skip
+_index = torch.Tensor.__getitem__
 TARGETS = {"sm_90": ("cuda", 90, _H100), "gfx90a": ("hip", "gfx90a", _MI250X)}
 _RESOURCES = {
     "ptx": (r"Used (\d+) registers", r"(\d+) bytes spill"),
@@ -102,9 +103,6 @@ def _interpret_math_functions() -> None:
 
     for name, function in {"rsqrt": lambda x: 1 / np.sqrt(x), "tanh": np.tanh, "exp": np.exp}.items():
         setattr(libdevice, name, partial(evaluate, function))
-
-
-_index = torch.Tensor.__getitem__
 
 
 def _indexed(tensor: torch.Tensor, index: Any) -> torch.Tensor:

@@ -29,6 +29,7 @@ from gpt4d.parallel.symbolic.kernels import Kernel
 from gpt4d.parallel.symbolic.tensor import SymbolicTensor
 
 Examples = list[tuple[Kernel, tuple]]
+SCORING = routing.Scoring(8, normalized=True)
 
 
 class Sizes(NamedTuple):
@@ -129,9 +130,6 @@ def _group_norms(dtype: torch.dtype, sizes: Sizes) -> Examples:
             (group_norm.group_norm_gradients, (*values, of_channel, members, 4 * side**2, True)),
         ]
     return found
-
-
-SCORING = routing.Scoring(8, normalized=True)
 
 
 def examples(dtype: torch.dtype) -> Examples:

@@ -23,6 +23,8 @@ from tests.support.grids import bytes_planned, bytes_sent, full, metric_lines, s
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 256, E5M2: 2**15}  # the largest power of two up to which a tensor is scaled
+GRIDS = [GridSizes(), GridSizes(2, 2), GridSizes(z=2, data=2)]
+MORE_GRIDS = [GridSizes(2), GridSizes(y=2), GridSizes(z=2), GridSizes(data=2), GridSizes(2, 2, 2)]
 
 
 def rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -55,10 +57,6 @@ def differences(sizes: GridSizes, transposed: bool, fused: int | None, dtype: to
         (layer.weight.grad, part((x.T @ d).view(layer.weight.spec.shape), weights, layer.weight.spec.layout)),
     ]
     return [((one.float() - other).norm() / other.norm()).item() for one, other in theirs]
-
-
-GRIDS = [GridSizes(), GridSizes(2, 2), GridSizes(z=2, data=2)]
-MORE_GRIDS = [GridSizes(2), GridSizes(y=2), GridSizes(z=2), GridSizes(data=2), GridSizes(2, 2, 2)]
 
 
 @pytest.mark.parametrize("sizes", sampled([*GRIDS, *MORE_GRIDS], GRIDS))

@@ -12,6 +12,8 @@ from gpt4d.parallel.layers.linear_kernels import matmul, product
 from gpt4d.parallel.symbolic import kernels
 
 GPU = torch.device("cuda", 0)
+LARGE, SMALL = (256, 96, 160), (6, 5, 4)  # rows, contracted, columns
+ROWS = torch.tensor([3, 0, 5, 1])
 
 
 @pytest.fixture
@@ -49,9 +51,6 @@ def test_a_package_for_another_version_of_torch_is_reported_with_a_remedy(activa
     activate.side_effect = ImportError("undefined symbol")
     with pytest.raises(ConfigError, match=r"flash_attn_interface: does not work .*undefined symbol.*; install"):
         attention_kernels.use_installed_kernels(GPU)
-
-
-LARGE, SMALL = (256, 96, 160), (6, 5, 4)  # rows, contracted, columns
 
 
 def close(found, expected):
@@ -115,9 +114,6 @@ class Operations(TorchDispatchMode):
         if not func.is_view:
             self.names.append(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
-
-
-ROWS = torch.tensor([3, 0, 5, 1])
 
 
 def parts(*tensors):

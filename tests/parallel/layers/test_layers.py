@@ -33,6 +33,9 @@ from tests.parallel.layers.oracle import check, check_cases, close, filled, norm
 from tests.support.grids import BINARY_GRIDS, PAIRWISE_GRIDS, full, grid_name, sampled
 
 BATCH, FEATURES = ("data", "z"), Layout((), (), ("y",))
+GRIDS = [*BINARY_GRIDS, GridSizes(4, 2, 1, 1), GridSizes(1, 4, 2, 1)]
+SINGLE, *SAMPLE = PAIRWISE_GRIDS  # each grid occurs with a convolution or with an attention
+WIDTH, TOKENS = 16, (8, 32)  # of layers in bf16, whose parameter gradients are sums in float32: none is rounded to bf16
 
 
 def linear(sizes, transposed, parts):
@@ -178,10 +181,6 @@ def test_cross_entropy_of_bfloat16_has_no_wider_copy_of_the_logits():
     assert largest.nbytes <= logits.nbytes
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
     torch.testing.assert_close(logits.grad, expected.grad.bfloat16())
-
-
-GRIDS = [*BINARY_GRIDS, GridSizes(4, 2, 1, 1), GridSizes(1, 4, 2, 1)]
-SINGLE, *SAMPLE = PAIRWISE_GRIDS  # each grid occurs with a convolution or with an attention
 
 
 def pixels(axis):
@@ -381,10 +380,6 @@ def test_a_layer_runs_hooks_that_are_registered(kind):
     assert calls == [kind]
     layer(x)
     assert calls == [kind]
-
-
-# With bf16 activations, parameter gradients are sums in float32: no partial sum is rounded to bf16.
-WIDTH, TOKENS = 16, (8, 32)
 
 
 class Twins:

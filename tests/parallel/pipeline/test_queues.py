@@ -38,6 +38,7 @@ OPTIONS = f"{SPLIT} train.activation_checkpointing=full", f"{CHUNKS} {SHARDED}"
 PRODUCT = [*itertools.product(SCHEDULES, GRIDS, OPTIONS)]
 PRODUCT += [("1f1b", "2x1x2x1 1x2x1x2", f"{PIPELINE}strategy={strategy}") for strategy in STRATEGIES[1:-1]]
 PRODUCT += [(schedule, "2x1x1x1 1x1x2x1 1x1x1x2", UNET) for schedule in SCHEDULES]
+X, Y, COPY = Stream("NCCL x", HIGH, 0), Stream("NCCL y", HIGH, 1), Stream("copy", HIGH, 4)
 
 
 def plan_of(schedule: str, grids: str, settings: str = "") -> ParallelPlan:
@@ -84,9 +85,6 @@ def test_a_transfer_in_another_order_than_on_its_peer_deadlocks_a_shared_queue()
         "gradient of stream of microbatch 0, backward from stage 1 to stage 0, from 1",
         "rank 1, queue 0, stream NCCL stage 0 to 1: stream of microbatch 0, forward from stage 0 to stage 1, from 0",
     ]
-
-
-X, Y, COPY = Stream("NCCL x", HIGH, 0), Stream("NCCL y", HIGH, 1), Stream("copy", HIGH, 4)
 
 
 def collective(stream: Stream, number: int = 0) -> Exchange:

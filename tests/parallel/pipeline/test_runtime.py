@@ -26,6 +26,7 @@ from tests.support.stages import connected_task, own_stage
 
 PIPELINE = "parallel.pipeline."
 INTERLEAVED = PIPELINE + "schedule=interleaved_1f1b", PIPELINE + "chunks_per_stage=2"
+NO_LATENCY = "cluster.levels=[{group_gb_s: 1, latency_us: 0}]"
 
 
 def retained_by_a_step(config):
@@ -133,9 +134,6 @@ def test_activations_cross_in_the_compute_dtype_integers_as_int64_and_masks_as_b
         ("classes", torch.int64, False, (12,)),
         ("mask", torch.bool, False, (12,)),
     }
-
-
-NO_LATENCY = "cluster.levels=[{group_gb_s: 1, latency_us: 0}]"
 
 
 def test_costs_count_every_tensor_and_no_gradient_of_integers_and_masks():
