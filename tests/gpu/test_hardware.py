@@ -7,9 +7,8 @@ import subprocess
 import pytest
 import torch
 
-from tests.gpu import nccl
+from tests.gpu import usage
 from tests.gpu.check import Check, Unavailable
-from tests.gpu.usage import seconds_of
 
 _OLDEST_TORCH = (2, 11)
 _COPY_BYTES = {"cuda": 4 << 30, "cpu": 16 << 20}
@@ -30,7 +29,7 @@ def describe(check: Check) -> None:
             "devices": torch.cuda.device_count(),
             "memory_gib": torch.cuda.mem_get_info(0)[1] / 2**30,
             "cuda": torch.version.cuda,
-            "nccl": ".".join(map(str, nccl.loaded_version())),
+            "nccl": ".".join(map(str, usage.nccl_version())),
             "cudnn": torch.backends.cudnn.version(),
             "driver": _driver(),
         }
@@ -43,10 +42,10 @@ def test_copies_and_products_reach_the_rates_of_the_device(check: Check) -> None
     values, device = check.values, check.device
     source = torch.empty(_COPY_BYTES[device.type], dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
-    copy_s = seconds_of(lambda: target.copy_(source), device)
+    copy_s = usage.seconds_of(lambda: target.copy_(source), device)
     size = _MATRIX_SIZE[device.type]
     a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
-    product_s = seconds_of(lambda: a @ b, device)
+    product_s = usage.seconds_of(lambda: a @ b, device)
     rates = 2 * source.nbytes / copy_s / 1e12, 2 * size**3 / product_s / 1e12
     values |= {"copy_tb_s": rates[0], "product_tflops": rates[1]}
     expected = next((rates for name, rates in _REFERENCES.items() if name in values["name"]), None)

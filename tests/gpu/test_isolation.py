@@ -25,7 +25,7 @@ import torch
 
 from gpt4d.config.machine import this_machine
 from gpt4d.parallel import compile
-from tests.gpu import compiling, conftest, nccl, test_layers, test_ranks, test_runs, test_speed, usage
+from tests.gpu import compiling, conftest, test_layers, test_ranks, test_runs, test_speed, usage
 from tests.gpu.check import Check, NotPossible, Unavailable
 from tests.gpu.isolation import run_isolated
 from tests.gpu.processes import in_process
@@ -209,7 +209,7 @@ def test_missing_prerequisites_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(test_ranks, "in_process", lambda _: (1, (2, 29, 7)))
     with pytest.raises(NotPossible, match=r"need NCCL 2\.30, and torch has loaded 2\.29\.7; use several GPUs"):
         test_ranks.test_ranks_train_and_reshard_and_name_a_hang_and_a_lost_rank(check)
-    nccl.require_shared_gpu((2, 30, 7))
+    usage.require_shared_gpu((2, 30, 7))
 
 
 def test_the_version_of_nccl_is_that_of_the_loaded_library(tmp_path, monkeypatch):
@@ -229,10 +229,10 @@ def test_the_version_of_nccl_is_that_of_the_loaded_library(tmp_path, monkeypatch
 
     monkeypatch.setattr(ctypes, "CDLL", Library)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))  # with which torch was built
-    assert nccl.loaded_version(maps) == (2, 30, 7)
+    assert usage.nccl_version(maps) == (2, 30, 7)
     maps.write_text("")  # NCCL is a part of torch's own library
-    assert nccl.loaded_version(maps) == (2, 29, 7)
-    assert nccl.decoded(2708) == (2, 7, 8)
+    assert usage.nccl_version(maps) == (2, 29, 7)
+    assert usage.decoded_version(2708) == (2, 7, 8)
 
 
 def test_a_process_that_has_composed_a_configuration_starts_no_ranks(monkeypatch):

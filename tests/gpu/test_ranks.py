@@ -33,7 +33,7 @@ from gpt4d.planner.stages import PipelineEstimate
 from gpt4d.runtime import consensus, hangs, rendezvous, watchdog
 from gpt4d.runtime.job import JobContext, process_group
 from gpt4d.runtime.launch import Launch
-from tests.gpu import nccl, usage
+from tests.gpu import usage
 from tests.gpu.check import Check
 from tests.gpu.isolation import redirect_output
 from tests.gpu.processes import exit_codes, in_process, run_processes, run_ranks
@@ -82,9 +82,9 @@ def test_eight_ranks_on_one_gpu_train_as_one_rank_does(check: Check) -> None:
 def test_ranks_train_and_reshard_and_name_a_hang_and_a_lost_rank(check: Check) -> None:
     gpus = 0
     if not check.rehearsal:
-        gpus, version = in_process(lambda: (torch.cuda.device_count(), nccl.loaded_version()))
+        gpus, version = in_process(lambda: (torch.cuda.device_count(), usage.nccl_version()))
         if gpus == 1:
-            nccl.require_shared_gpu(version)
+            usage.require_shared_gpu(version)
     ranks = 4 if gpus >= 4 else 2
     train = partial(train_on_grids, _CASES[ranks])
     answers = run_processes(_job(ranks, gpus, lambda job: (train(job.device), _reshard(job.device))))
@@ -117,7 +117,7 @@ def _job(
     ranks: int, gpus: int, member: Member, logs: Path | None = None, environment: Mapping[str, str] | None = None
 ) -> list[Callable[[], Any]]:
     """Return the calls that run ``member`` on each rank of a job, as processes on ``gpus`` GPUs (0: on the CPU)."""
-    variables = {**(environment or {}), **(nccl.SHARED_GPU_ENVIRONMENT if gpus == 1 else {})}
+    variables = {**(environment or {}), **(usage.SHARED_GPU_ENVIRONMENT if gpus == 1 else {})}
     with socket.socket() as free:
         free.bind(("localhost", 0))
         master = f"localhost:{free.getsockname()[1]}"

@@ -1,11 +1,16 @@
-"""The process groups of a grid's axes and of the links between stages: few, and only with the device's own backend."""
+"""Grids: where each element of a tensor lives, exactly once for each copy; the process groups of axes and links."""
 
+import itertools
+import math
 from datetime import timedelta
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gpt4d import step
 from gpt4d.config import ClusterConfig, Config, GridSizes, OptimConfig, ParallelConfig
@@ -20,6 +25,7 @@ from tests.support.settings import configured
 
 HOUR = timedelta(hours=1)
 BACKENDS = [("cuda", "nccl"), ("cpu", "gloo")]
+AXES = ("x", "y", "z", "data")
 
 
 @pytest.fixture
@@ -107,3 +113,47 @@ def test_a_link_exists_only_in_a_direction_in_which_tensors_or_gradients_cross(j
     exchange = Exchange(stages, edges, copies, "broadcast", 3, torch.device("cpu"), lambda ranks: groups.append(ranks))
     assert list(exchange.links) == [(0, 1), (1, 2), (2, 1)]  # rank 1 takes part in these
     assert groups == [[0, 1], [0, 2], [1, 2], [0, 2], [1, 2]]  # 0 to 1, 0 to 2, 1 to 2, 2 to 0, 2 to 1
+
+
+def test_rank_order_has_x_innermost():
+    """The 4D paper's example, §V-B: on 2×2×2(×2) the x groups are (0,1), (2,3) …, the y groups (0,2), (1,3) …."""
+    coordinates = [Grid.coordinates(rank, GridSizes(2, 2, 2, 2)) for rank in range(16)]
+    expected = [dict(zip(AXES, indices[::-1], strict=True)) for indices in itertools.product((0, 1), repeat=4)]
+    assert coordinates == expected
+
+
+def test_outer_axes_cut_first_and_of_uneven_parts_the_longer_ones_are_first():
+    layout = Layout(("y", "z"), ("x",))
+    sizes = {"x": 2, "y": 2, "z": 2, "data": 1}
+    tile = layout.tile((8, 6), sizes, {"x": 1, "y": 1, "z": 0, "data": 0})
+    assert tile == ((4, 6), (3, 6))
+    parts = [Layout(("x",)).tile((10,), {"x": 3}, {"x": i})[0] for i in range(3)]
+    assert parts == [(0, 4), (4, 7), (7, 10)]
+
+
+def test_an_axis_splits_one_dim_only():
+    with pytest.raises(AssertionError):
+        Layout(("x",), ("x", "y"))
+
+
+@st.composite
+def layouts(draw):
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+    dims = [[] for _ in shape]
+    for axis in draw(st.permutations(AXES)):
+        dim = draw(st.integers(-1, len(shape) - 1))
+        if dim >= 0:
+            dims[dim].append(axis)
+    sizes = {axis: draw(st.integers(1, 3)) for axis in AXES}
+    return shape, Layout(*map(tuple, dims)), sizes
+
+
+@given(layouts())
+def test_tiles_cover_every_element_once_for_each_copy(case):
+    shape, layout, sizes = case
+    counted = np.zeros(shape, int)
+    for indices in itertools.product(*(range(sizes[axis]) for axis in AXES)):
+        tile = layout.tile(shape, sizes, dict(zip(AXES, indices, strict=True)))
+        counted[tuple(slice(*r) for r in tile)] += 1
+    copies = math.prod(sizes[axis] for axis in AXES if axis not in layout.axes)
+    assert (counted == copies).all()
