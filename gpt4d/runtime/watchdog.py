@@ -83,6 +83,7 @@ class Watchdog:
         self._describing = threading.Lock()
         self._stopped = threading.Event()
         self._resumed_at = 0.0  # when this process last resumed after it was suspended
+        self._suspended_s = 0.0  # how long it was suspended
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
@@ -130,7 +131,17 @@ class Watchdog:
         return Failure(self.rank, socket.gethostname(), cause, waiting, exit_code=exit_code)
 
     def _lost_ranks(self, *ranks: int) -> Failure:
-        return Failure(ranks[0], self._host(ranks[0]), _LOST, lost=ranks)
+        message = self._after_suspension(f"{self._name(ranks[0])} gives no sign of life")
+        return Failure(ranks[0], self._host(ranks[0]), _LOST, message=message, lost=ranks)
+
+    def _after_suspension(self, problem: str) -> str:
+        """Return the message of a problem that this rank finds after it was suspended itself; otherwise ''."""
+        if not self._resumed_at or time.monotonic() - self._resumed_at > 3 * self.silent_s:
+            return ""
+        return (
+            f"rank {self.rank} on {socket.gethostname()} was suspended for {self._suspended_s:.0f} s, by a signal or "
+            f"because its machine slept; after this {problem}"
+        )
 
     def _described(self, failure: Failure) -> Failure:
         """Return ``failure``. If it is a hang, add the message that all ranks determine together.
@@ -204,14 +215,16 @@ class Watchdog:
         last_count, last_change = 0, time.monotonic()
         last_check = last_change
         while not self._stopped.wait(HEARTBEAT_S):
+            now = time.monotonic()
+            if now - last_check > _SUSPENDED_S:
+                last_change = self._resumed_at = now
+                self._suspended_s = now - last_check
+            last_check = now
             gpu.select(self.device)  # the hang detector asks the GPU for unfinished collectives
             self.store.add(f"alive/{self.rank}", 1)
             if failure := self.first_failure():
                 return failure
-            now, count = time.monotonic(), self._heartbeats(next_rank)
-            if now - last_check > _SUSPENDED_S:
-                last_change = self._resumed_at = now
-            last_check = now
+            count = self._heartbeats(next_rank)
             if count != last_count:
                 last_count, last_change = count, now
             elif now - last_change > self.silent_s:
@@ -224,10 +237,11 @@ class Watchdog:
         """Return the failure of the process that holds the store: rank 0, or torchrun."""
         host = self.rank0_host
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            problem = "has ended" if error.ended else "does not answer"
-            return Failure(-1, host, "", message=f"the launcher (torchrun) on {host} {problem}")
+            problem = f"the launcher (torchrun) on {host} {'has ended' if error.ended else 'does not answer'}"
+            return Failure(-1, host, "", message=self._after_suspension(problem) or problem)
         silent = f"rank 0 on {host} does not answer: it is stopped, or its node or the network to it is down"
-        return Failure(0, host, _LOST, message="" if error.ended else silent, lost=[0])
+        ended = self._after_suspension(f"rank 0 on {host} has ended")
+        return Failure(0, host, _LOST, message=ended if error.ended else silent, lost=[0])
 
     def _check_for_hang(self) -> Failure | None:
         if (limited := self._limited) and time.monotonic() > max(limited[1], self._resumed_at + hangs.STARTUP_S):

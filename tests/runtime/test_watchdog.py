@@ -1,6 +1,8 @@
 """Ranks detect a silent rank, but not while all ranks are suspended, and a collective that hangs on a GPU."""
 
 import json
+import re
+import socket
 import threading
 import types
 
@@ -86,6 +88,27 @@ def test_a_suspended_job_continues(failures, suspended_s):
 def test_a_rank_that_does_not_resume_is_named(failures):
     (message,) = failures([*[1.0] * 5, 4000.0, *[1.0] * 60], beats_until=5)
     assert "rank 1" in message
+
+
+class EndingStore(dist.HashStore):
+    """A store whose server ends at a time of the clock."""
+
+    clock = Clock()
+
+    def add(self, key, amount):
+        if self.clock.now > 1010:
+            raise RuntimeError("closed")
+        return super().add(key, amount)
+
+
+def test_a_rank_that_was_suspended_itself_says_so(failures, watched):
+    suspended = rf"on {socket.gethostname()} was suspended for 25 s, .*; after this"
+    (message,) = failures([*[1.0] * 5, 25.0, *[1.0] * 60], beats_until=5)
+    assert re.fullmatch(rf"rank 0 {suspended} rank 1 on an unknown host gives no sign of life", message)
+    store = EndingStore()
+    store.clock = Clock([*[1.0] * 5, 25.0, 1.0], lambda now: now < 1010 and dist.HashStore.add(store, "alive/0", 1))
+    (message,) = watched(store.clock, 1, store)
+    assert re.fullmatch(rf"rank 1 {suspended} rank 0 on nid1 has ended", message)
 
 
 class GpuAxis:
