@@ -2,8 +2,11 @@
 
 import errno
 import fcntl
+import itertools
 import json
 import os
+import random
+import re
 import shutil
 import subprocess
 import sys
@@ -14,14 +17,19 @@ import pytest
 
 from gpt4d.config import ConfigError
 from gpt4d.data.directory import write_once
+from gpt4d.metrics import last_elapsed_s
 from gpt4d.run import train
 from gpt4d.runs import lock
 from gpt4d.runs.__main__ import main
 from gpt4d.runs.history import History, Point, interval_means
 from gpt4d.runs.plots import plot_losses
-from gpt4d.runs.summary import Run, State, differing_keys, find_runs, state_of
+from gpt4d.runs.summary import Run, State, differences, differing_keys, find_runs, state_of
+from gpt4d.runs.tables import console, runs_table
+from gpt4d.trackers.run_trackers import RunTrackers
+from gpt4d.writing import read_log
 from tests.support.commands import wrong_messages
 from tests.support.damage import DAMAGES, NOT_FILES
+from tests.support.grids import full
 from tests.support.run_files import append, event, locked_by_another_process, step, write_run
 
 
@@ -263,28 +271,75 @@ def test_the_command_has_a_help_and_does_not_import_torch():
     assert "watch [DIR …]" in subprocess.check_output([sys.executable, "-c", check], text=True)
 
 
-def test_a_damaged_run_is_a_row_with_its_reason(two_runs, capsys):
+FILES = "metrics.jsonl", "starts.jsonl", "config.yaml", "lock"
+SAMPLED = [("metrics.jsonl", "wrong types"), ("metrics.jsonl", "FIFO"), ("starts.jsonl", "NULs"), ("lock", "FIFO")]
+SAMPLED += [("config.yaml", "bomb"), ("config.yaml", "FIFO"), ("config.yaml", "nested")]
+
+
+@pytest.mark.parametrize("cases", [SAMPLED, full([*itertools.product(FILES, DAMAGES)])], ids=["sampled", "all"])
+def test_a_damaged_run_is_a_row_with_its_reason(two_runs, capsys, cases):
     good, found = two_runs / "sweep/lr=0.1", {}
-    for file in ("metrics.jsonl", "starts.jsonl", "config.yaml", "lock"):
-        for name, damage in DAMAGES.items():
-            bad = two_runs / f"bad/{file} {name}"
-            shutil.copytree(good, bad)
-            (bad / "lock").touch()
-            damage(bad / file)
-            found[str(bad)] = file, name
+    for file, name in cases:
+        bad = two_runs / f"bad/{file} {name}"
+        shutil.copytree(good, bad)
+        (bad / "lock").touch()
+        DAMAGES[name](bad / file)
+        found[str(bad)] = file, name
+    shutil.copytree(good, two_runs / "bad/\udcff\x1b[31m")  # a name that is not UTF-8, and one that changes colors
     main([str(two_runs / "bad"), "format=json"])
     rows = {row["run"]: row for row in json.loads(capsys.readouterr().out)}
-    assert rows.keys() == found.keys()
+    assert len(rows) == len(found) + 1
     for run, (file, name) in found.items():
-        row = rows[run]
-        unreadable = file == "metrics.jsonl" and name in NOT_FILES
+        row, unreadable = rows[run], file == "metrics.jsonl" and name in NOT_FILES
         assert (row["state"] == "unreadable") == unreadable
-        damaged = file == "config.yaml" and name not in ("a bad byte", "cut", "empty")
-        assert unreadable or not damaged or f"{run}/config.yaml: " in row["problem"], run
-        assert not unreadable or row["problem"].startswith("metrics.jsonl: "), run
-        plotted = two_runs / "a.png"
-        for command in (["plot", run, f"out={plotted}"], ["diff", str(good), run]):
-            with suppress(ConfigError):
-                main(command)
+        reason = {"metrics.jsonl": "metrics.jsonl: ", "config.yaml": f"{run}/config.yaml: "}.get(file)
+        intact = name in ("a bad byte", "cut", "empty") if file == "config.yaml" else not unreadable
+        assert intact or row["problem"].startswith(reason), run
+        with suppress(ConfigError):
+            main(["plot", run, f"out={two_runs / 'a.png'}"] if file == "metrics.jsonl" else ["diff", str(good), run])
     main([str(two_runs / "bad")])
-    assert "unreadable" in capsys.readouterr().out
+    assert "unreadable" in (out := capsys.readouterr().out) and "\\udcff\\x1b[31m" in out
+
+
+VALUES = ["null", "true", "-1", "1e400", "NaN", "9" * 400, '"a"', "[]", "{}", '{"a": 1}', '"\\ud800"', "1e99", "-1e99"]
+
+
+def damaged(content, draw):
+    """Return a file with random changes: bytes that are lost or inserted, lines in another order, other values."""
+    for _ in range(draw.randrange(1, 4)):
+        start = draw.randrange(len(content) + 1)
+        kind = draw.randrange(5)
+        if kind == 0:
+            content = content[:start] + draw.randbytes(draw.randrange(1, 9)) + content[start:]
+        elif kind == 1:
+            content = content[:start] + content[start + draw.randrange(1, 40) :]
+        elif kind == 2:
+            lines = content.split(b"\n")
+            draw.shuffle(lines)
+            content = b"\n".join(lines)
+        else:
+            places = [match.span() for match in re.finditer(rb'(?<=": )[^,}]+', content)]
+            if places:
+                start, end = draw.choice(places)
+                content = content[:start] + draw.choice(VALUES).encode() + content[end:]
+    return content
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(10))
+def test_random_damage_of_the_files_of_a_run_never_ends_a_reader(two_runs, tmp_path, seed, capsys):
+    draw, run = random.Random(seed), two_runs / "sweep/lr=0.1"
+    (run / "lock").write_text(json.dumps(lock.Holder.this_process()._asdict()) + "\n")
+    names = ("metrics.jsonl", "starts.jsonl", "config.yaml", "lock")
+    intact = {name: (run / name).read_bytes() for name in names}
+    for _ in range(200):
+        for name in names:
+            (run / name).write_bytes(damaged(intact[name], draw) if draw.random() < 0.5 else intact[name])
+        found = Run(run)
+        json.dumps(found.to_json())
+        console().print(runs_table([found, Run(two_runs / "sweep/lr=0.2")]))
+        differences(found, found)
+        earlier = read_log(run / "metrics.jsonl")
+        RunTrackers({}, earlier)
+        assert 0 <= abs(last_elapsed_s(earlier)) < 1e100
+        lock.DirectoryLock(run).close()

@@ -42,14 +42,14 @@ def runs_table(runs: Sequence[Run], names: Mapping[str, str] | None = None) -> T
     for run in runs:
         history = run.history
         speed = f"{history.per_s:,.0f} {history.unit}/s" if history.per_s is not None else ""
-        cells = [escape((names or {}).get(str(run.path), str(run.path)))]
+        cells = [escape(_text((names or {}).get(str(run.path), str(run.path))))]
         cells += [escape(_text(run.settings[key])) if key in run.settings else "" for key in keys[:_MAX_SETTINGS]]
         cells += [f"[{_STYLES[run.state]}]{run.state}[/]" if run.state in _STYLES else run.state.value]
         cells += [f"{history.step}/{run.steps}" if run.steps else str(history.step)]
         cells += map(_loss, (run.loss, run.validation_loss, *(run.set_losses.get(name) for name in sets)))
         cells += [speed, "" if run.left_s is None else duration(run.left_s), _date(history.time)]
         table.add_row(*cells)
-    notes = [f"{run.path}: {run.problem}" for run in runs if run.problem]
+    notes = [_text(f"{run.path}: {' '.join(run.problem.split())}") for run in runs if run.problem]
     if len(keys) > _MAX_SETTINGS:
         notes.append(f"{len(keys) - _MAX_SETTINGS} more setting(s) differ: {', '.join(keys[_MAX_SETTINGS:])}")
     table.caption = escape("\n".join(notes)) if notes else None
@@ -59,8 +59,8 @@ def runs_table(runs: Sequence[Run], names: Mapping[str, str] | None = None) -> T
 def differences_table(first: Run, second: Run, differences: Mapping[str, Change]) -> Table:
     """Return a table with one row for each difference between two runs."""
     table = Table(box=box.SIMPLE_HEAD, header_style="")
-    for heading in ("", str(first.path), str(second.path)):
-        table.add_column(escape(heading), overflow="fold")
+    for heading in ("", first.path, second.path):
+        table.add_column(escape(_text(heading)), overflow="fold")
     for key, change in differences.items():
         table.add_row(*(escape(_text(cell)) for cell in (key, change.before, change.after)))
     return table
@@ -74,9 +74,11 @@ def duration(seconds: float) -> str:
 
 
 def _text(value: Any) -> str:
+    """Return a value as printable text: a damaged file, or a name, may contain anything."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{key}: {item}" for key, item in value.items())
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        value = [f"{key}: {item}" for key, item in value.items()]
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
 
 
 def _loss(loss: float | None) -> str:

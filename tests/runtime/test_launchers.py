@@ -1,6 +1,7 @@
 """Rank, world size and address from the variables of each launcher, and of launchers inside jobs of other launchers."""
 
 import os
+import random
 import re
 
 import pytest
@@ -285,3 +286,24 @@ def test_a_wrong_variable_of_a_launcher_is_one_line_that_names_it(tmp_path, pbs_
 def test_the_line_of_a_wrong_variable(variables, line):
     environment = variables if "SLURM_NODEID" in variables or "FLUX_JOB_ID" in variables else TORCHRUN | variables
     assert not wrong_messages([(environment, line)], Launch.from_environment)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(10))
+def test_random_variables_of_launchers_are_accepted_or_one_line(pbs_job, seed):
+    draw = random.Random(seed)
+    for _ in range(2000):
+        environment = {**pbs_job}
+        for _ in range(draw.choice((1, 1, 2))):
+            environment |= draw.choice([*ENVIRONMENTS.values()])
+        for name in draw.sample(sorted(environment), min(len(environment), draw.randrange(1, 4))):
+            text = "".join(draw.choices("0123456789(x),[]-ab .\n\udc80", k=draw.randrange(12)))
+            if (value := draw.choice([*HOSTILE, text, text, None])) is None:
+                del environment[name]
+            else:
+                environment[name] = value
+        Launch.for_errors(environment)
+        try:
+            read_all(environment)
+        except ConfigError as error:
+            assert str(error).isprintable() and len(str(error)) < 300, environment
