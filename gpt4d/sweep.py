@@ -33,6 +33,7 @@ from gpt4d.config import (
     value_of,
 )
 from gpt4d.data.completion import complete
+from gpt4d.files import read_regular
 from gpt4d.runs import lock
 from gpt4d.runs.plots import plot_losses
 from gpt4d.runs.summary import Run, State
@@ -251,6 +252,10 @@ def _ignore_ctrl_c() -> None:
 def end_with_sweep() -> None:
     """End this process when its sweep ends. Without a sweep, do nothing."""
     if pipe := launchers.number(os.environ, _SWEEP_PIPE, 0):
+        try:
+            os.fstat(pipe)
+        except OSError as error:
+            raise ConfigError(f"{_SWEEP_PIPE}={pipe}: {error.strerror}; the sweep sets it") from None
         end_with_parent(pipe)
 
 
@@ -387,6 +392,7 @@ class _Report:
 
     def _known_codes(self) -> dict[str, int | None]:
         """Return the exit codes of the jobs that other tasks, or earlier starts of the sweep, have recorded."""
-        with suppress(OSError, ValueError, KeyError, TypeError):  # none yet, or not a file of gpt4d
-            return {entry["job"]: entry["exit_code"] for entry in json.loads(self.results.read_text())["jobs"]}
+        # None yet, or not a file of gpt4d.
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            return {entry["job"]: entry["exit_code"] for entry in json.loads(read_regular(self.results))["jobs"]}
         return {}

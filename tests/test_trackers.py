@@ -7,6 +7,7 @@ import shutil
 import signal
 import sqlite3
 import struct
+import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,7 @@ from gpt4d.trackers import registry, run_trackers
 from gpt4d.trackers.run_trackers import RunTrackers, tag
 from gpt4d.validation import validate
 from tests.support.commands import wrong_messages
+from tests.support.data_files import one_line
 from tests.support.faults import at_step, block, fail, shorten_timeouts, signal_itself
 from tests.support.grids import metric_lines, train_in_rank
 from tests.support.jobs import LaunchedJob, ended_job
@@ -308,6 +310,18 @@ def test_a_setting_that_a_tracker_needs_is_checked(monkeypatch):
         ("logging.project='' logging.trackers=[wandb]", "logging.project='': trackers need a name"),
     ]
     assert not wrong_messages(mistakes, check)
+
+
+def test_a_connection_to_a_server_is_announced_and_an_end_of_its_package_is_one_line(tmp_path, monkeypatch, capsys):
+    def connect(*_):
+        assert capsys.readouterr().out == "logging.online=true: connecting wandb to its server\n"
+        sys.exit("no server")
+
+    config = wandb_config()
+    config.logging.online = True
+    monkeypatch.setitem(registry._TRACKERS, "wandb", registry._Entry(connect, (), ""))
+    with one_line("logging.online=true: wandb reports 'no server'; correct it, or leave wandb out"):
+        registry.start_trackers(config, tmp_path, [])
 
 
 def test_an_error_of_wandb_is_one_line(tmp_path, monkeypatch):
