@@ -108,6 +108,8 @@ class Tasks:
         except (Exception, SystemExit) as error:
             reason = one_line(error)
             remedy = "correct the task"
+            if isinstance(error, IndexError):  # the harness looks at the first character of each answer
+                remedy += "; the first document may have an empty answer"
             if isinstance(error, ConnectionError):
                 remedy = "run the command once where there is a network, to fill the cache in HF_HOME"
             raise ConfigError(f"tasks={','.join(self.names)}: cannot be {done} ({reason}); {remedy}") from error

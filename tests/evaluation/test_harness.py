@@ -150,11 +150,13 @@ def test_unusable_tasks_are_reported_in_one_line(tmp_path, monkeypatch):
 
     of_harness = tasks.TaskManager  # it takes many seconds to list the harness's own tasks
     monkeypatch.setattr(tasks, "TaskManager", lambda **options: of_harness(**{**options, "include_defaults": False}))
-    broken, remote = tmp_path / "broken.yaml", tmp_path / "remote.yaml"
+    broken, remote, empty = tmp_path / "broken.yaml", tmp_path / "remote.yaml", write_tasks(tmp_path)["choices"]
+    (tmp_path / "questions.jsonl").write_text('{"question": "a", "choices": ["", "b"], "label": 0}')
     broken.write_text("task: broken\ndataset_path: json\ndataset_kwargs: {data_files: none.jsonl}\n")
     remote.write_text("task: remote\ndataset_path: nobody/nothing\n")
     for name, message in (
         ("no_such_task", "tasks=no_such_task: lm-evaluation-harness has no such task"),
+        (empty, "choices.yaml: cannot be loaded .* the first document may have an empty answer"),
         (broken, "cannot be loaded .*; correct the task"),
         (remote, "cannot be loaded .*; run the command once where there is a network"),
     ):
