@@ -39,6 +39,9 @@ def import_model(
     directory = _find(source)
     if (directory / "model_index.json").exists():
         scheduler = read_json(f"source={source}", directory / "scheduler" / "scheduler_config.json")
+        listed = read_json(f"source={source}", directory / "model_index.json").get("scheduler")
+        if isinstance(listed, list) and listed:  # the class that diffusers loads, whose name may differ
+            scheduler["_class_name"] = listed[-1]
         directory /= "unet"
         values = read_json(f"source={source}", directory / "config.json") | {"scheduler": scheduler}
     else:

@@ -43,11 +43,19 @@ class DiffusionProcess:
     """A noise schedule of ``steps`` timesteps, and the model's prediction: ``epsilon`` (ε), or ``v``.
 
     v = √ᾱ_t·ε - √(1 - ᾱ_t)·x_0 (Salimans & Ho, §4). ``schedule`` is linear or cosine. The tables are on ``device``.
+    ``spacing``: ``trailing`` or ``leading`` timesteps of the samples (Lin et al., table 2).
     """
 
-    def __init__(self, schedule: str, steps: int, prediction: str, device: torch.device | None = None):
+    def __init__(
+        self,
+        schedule: str,
+        steps: int,
+        prediction: str,
+        device: torch.device | None = None,
+        spacing: str = "trailing",
+    ):
         assert prediction in PREDICTIONS
-        self.steps, self.prediction = steps, prediction
+        self.steps, self.prediction, self.spacing = steps, prediction, spacing
         self.alpha_bars = (1 - SCHEDULES[schedule](steps)).cumprod(0)
         self._signal, self._noise = (share.sqrt().to(device) for share in (self.alpha_bars, 1 - self.alpha_bars))
 
@@ -89,8 +97,13 @@ class DiffusionProcess:
         return _noise(random.key(seed, "sampling", "noise"), numbers, shape)
 
     def sampling_timesteps(self, count: int) -> list[int]:
-        """Return ``count`` evenly spaced timesteps in descending order, from the last timestep, the noisiest one."""
+        """Return ``count`` evenly spaced timesteps in descending order.
+
+        Trailing timesteps begin with the last timestep, the noisiest one, and leading ones end with timestep 0.
+        """
         assert 1 <= count <= self.steps
+        if self.spacing == "leading":
+            return [self.steps // count * number for number in reversed(range(count))]
         return [-(-self.steps * number // count) - 1 for number in range(count, 0, -1)]
 
     def ddim(
@@ -98,20 +111,20 @@ class DiffusionProcess:
         predict: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         x: torch.Tensor,
         count: int,
-        clip: bool = True,
+        clip_range: float = 1.0,
     ) -> torch.Tensor:
         """Return the images that ``count`` steps of DDIM with η = 0 make of noise ``x`` (Song et al., eq. 12).
 
-        ``predict`` maps x_t and its timesteps [n] to the model's prediction. With ``clip``, each predicted x_0 is
-        clipped to [-1, 1], and ε is recomputed from x_t and the clipped x_0.
+        ``predict`` maps x_t and its timesteps [n] to the model's prediction. Each predicted x_0 is clipped to
+        [-clip_range, clip_range], and ε is recomputed from x_t and the clipped x_0; 0: neither.
         """
         timesteps = self.sampling_timesteps(count)
         for timestep, following in zip(timesteps, [*timesteps[1:], None], strict=True):
             batch = torch.full((len(x),), timestep, dtype=torch.int64, device=x.device)
             x_0, epsilon = self.x_0_and_epsilon(predict(x, batch), x, batch)
-            if clip:
+            if clip_range:
                 signal, noise = self._at(batch, x)
-                x_0 = x_0.clamp(-1, 1)
+                x_0 = x_0.clamp(-clip_range, clip_range)
                 epsilon = (x - signal * x_0) / noise
             x = x_0 if following is None else self.add_noise(x_0, epsilon, torch.full_like(batch, following))
         return x

@@ -21,7 +21,8 @@ def generated_images(stage: Stage, count: int, steps: int, seed: int = 0, first:
     """
     model: Any = stage.module
     settings, grid, device = model.spec.config, stage.grid, stage.weights.device
-    process = DiffusionProcess(settings.noise_schedule, settings.timesteps, settings.prediction, device)
+    schedule, prediction, spacing = settings.noise_schedule, settings.prediction, settings.timestep_spacing
+    process = DiffusionProcess(schedule, settings.timesteps, prediction, device, spacing)
     shape = settings.image_size, settings.image_size, settings.image_channels
     numbers = torch.arange(first, first + count, device=device)
     exchange = exchange_for(stage, count, 1, unsharded_batch)
@@ -38,7 +39,7 @@ def generated_images(stage: Stage, count: int, steps: int, seed: int = 0, first:
         return grid.world.all_reduce(prediction)
 
     with torch.no_grad():
-        x_0 = process.ddim(predict, process.sampling_noise(seed, numbers, shape), steps)
+        x_0 = process.ddim(predict, process.sampling_noise(seed, numbers, shape), steps, settings.clip_range)
     return ((x_0.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).cpu().numpy()
 
 

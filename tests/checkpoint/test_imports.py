@@ -1,6 +1,7 @@
 """An import computes what the library computes that has written the files, or is refused in one line."""
 
 import copy
+import inspect
 import json
 import os
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from diffusers import DDIMScheduler, DDPMScheduler, UNet2DModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
@@ -17,6 +19,10 @@ from gpt4d.checkpoint import adapter_files, importer, storage
 from gpt4d.config import ConfigError, GridSizes
 from gpt4d.model import registry
 from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.model.unet import hugging_face as unet
+from gpt4d.model.unet import scheduler
+from gpt4d.model.unet.config import UNetConfig
+from gpt4d.task.diffusion_process import DiffusionProcess
 from tests.support.checkpoint_sources import GEMMA3, LLAMA3, MIXTRAL, MODEL, OLMO2, OLMOE, QWEN2, QWEN3_MOE, YARN, save
 from tests.support.checkpoints import tensors_of
 from tests.support.grids import build_model, fill_from_hf, full, to_hf
@@ -289,7 +295,6 @@ def changes_of(keys, values):
         numbers = [now + 1, now * 2] if type(now) is int else [now / 2, now + 1] if type(now) is float else []
         guessed = [not now] if type(now) is bool else [True, 2, 0.5, "x"] if now is None else numbers
         yield from ({key: value} for value in (ABSENT, None, *(CHANGED.get(key) or guessed)))
-    yield from TOGETHER
 
 
 def logits_of_run(run, model):
@@ -312,7 +317,8 @@ def test_a_model_with_any_changed_setting_computes_what_transformers_computes_or
     directory.mkdir()
     for name in ("model.safetensors", "other.safetensors"):
         (directory / name).symlink_to(source / name)
-    for number, changes in enumerate(changes_of(some_keys or keys_of(source, monkeypatch), values)):
+    changes_of_keys = changes_of(some_keys or keys_of(source, monkeypatch), values)
+    for number, changes in enumerate([*changes_of_keys, *([] if some_keys else TOGETHER)]):
         given, run = changed(values, changes), tmp_path / f"run{number}"
         (directory / "config.json").write_text(json.dumps(given))
         model = imported(lambda run=run: importer.import_model(str(directory), run, "none"))
@@ -330,3 +336,110 @@ def test_a_model_with_any_changed_setting_computes_what_transformers_computes_or
             wrong.append(changes | {"exported": True})
     assert not wrong
     assert accepted > number / 5
+
+
+# ----------------------------------------------------------------------------------------------- pipelines of diffusers
+
+UNET = UNetConfig(
+    image_size=8, channels=16, multipliers=[1, 2], blocks_per_level=1, attention_at=[4], head_size=8, groups=4
+)
+SCHEDULERS = {
+    "exported": scheduler.to_diffusers(UNET),
+    "cosine": {"_class_name": "DDPMScheduler", "beta_schedule": "squaredcos_cap_v2", "num_train_timesteps": 50},
+    "linear": {"_class_name": "DDPMScheduler", "clip_sample": False},
+}
+OTHER_CHOICES: dict[str, tuple] = {
+    "beta_schedule": ("linear", "scaled_linear", "squaredcos_cap_v2", "sigmoid"),
+    "prediction_type": ("epsilon", "sample", "v_prediction"),
+    "timestep_spacing": ("leading", "trailing", "linspace"),
+    "variance_type": ("fixed_large", "learned_range"),
+    "trained_betas": ([0.1] * 50, [0.1] * 1000),
+    "num_train_timesteps": (50, 100),
+    "down_block_types": (["DownBlock2D"] * 2, ["AttnDownBlock2D"] * 2, ["DownBlock2D", "ResnetDownsampleBlock2D"]),
+    "up_block_types": (["UpBlock2D"] * 2, ["UpBlock2D", "AttnUpBlock2D"]),
+    "block_out_channels": ([16, 16], [16, 24]),
+    "sample_size": (16, [8, 16]),
+    "act_fn": ("gelu",),
+}
+SCALARS = ABSENT, None, False, True, 0, 1, 2, 0.5, 0.004, "x"
+
+
+def unet_of(values):
+    """Return gpt4d's settings, checked as an import does."""
+    model = unet.config_from_hf("source", values)
+    registry.check_model(model)
+    return model
+
+
+def signature(*kinds):
+    """Return the keys of the configuration of classes of diffusers."""
+    return sorted({key for kind in kinds for key in inspect.signature(kind.__init__).parameters} - {"self"})
+
+
+def fixed_model(x, timestep):
+    return 1.3 * x.roll(1, -1) + torch.sin(3 * x) - timestep / 100
+
+
+def drawn_by_diffusers(values):
+    """Return the samples of five steps of a DDIMScheduler."""
+    theirs = DDIMScheduler.from_config(values)
+    theirs.set_timesteps(5)
+    x = torch.randn(2, 8, 8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for timestep in theirs.timesteps:
+        x = theirs.step(fixed_model(x, timestep), timestep, x, use_clipped_model_output=True).prev_sample
+    return x
+
+
+def drawn_by_gpt4d(model):
+    process = DiffusionProcess(model.noise_schedule, model.timesteps, model.prediction, spacing=model.timestep_spacing)
+    x = torch.randn(2, 8, 8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return process.ddim(lambda x, timesteps: fixed_model(x, timesteps[0]), x, 5, model.clip_range)
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_a_scheduler_with_any_changed_setting_draws_the_samples_of_diffusers_or_is_refused(kind):
+    """Where diffusers itself fails there is nothing to equal."""
+    wrong, equal = [], set()
+    for key in ("_class_name", *signature(DDIMScheduler, DDPMScheduler)):
+        for value in (*SCALARS, *OTHER_CHOICES.get(key, ())):
+            values = changed(SCHEDULERS[kind], {key: value})
+            try:
+                model = imported(lambda values=values: unet_of({**unet.hf_config(UNET), "scheduler": values}))
+                theirs = None if model is None else drawn_by_diffusers(values)
+            except (TypeError, ValueError, IndexError):  # which an import reports in one line
+                continue
+            if model is not None:
+                equal.add(key)
+                drawn = drawn_by_gpt4d(model), drawn_by_diffusers(scheduler.to_diffusers(model))
+                if not all((ours - theirs).norm() <= 1e-4 * theirs.norm() for ours in drawn):
+                    wrong.append((key, value))
+    assert not wrong
+    assert equal >= {*signature(DDIMScheduler, DDPMScheduler)}
+
+
+def test_a_unet_with_any_changed_setting_predicts_what_diffusers_predicts_or_is_refused():
+    torch.manual_seed(0)
+    values, wrong, equal = unet.hf_config(UNET), [], set()
+    state = UNet2DModel.from_config(values).state_dict()
+    for key in signature(UNet2DModel):
+        for value in (*SCALARS, *OTHER_CHOICES.get(key, ())):
+            given = changed(values, {key: value})
+            try:
+                model = imported(lambda given=given: unet_of(given))
+                if model is None:
+                    continue
+                theirs = UNet2DModel.from_config(given).eval()
+                theirs.load_state_dict(state)
+                ours = build_model(model, GridSizes(), torch.float32)
+                fill_from_hf(ours, state)
+                noisy, timesteps = torch.randn(2, model.image_size, model.image_size, 3), torch.tensor([3, 40])
+                with torch.no_grad():
+                    expected = theirs(noisy.movedim(-1, 1), timesteps).sample.movedim(1, -1)
+            except (TypeError, ValueError, ArithmeticError, KeyError, RuntimeError):  # other shapes among them
+                continue
+            equal.add(key)
+            with torch.no_grad():
+                if not torch.allclose(ours.eval()(noisy, timesteps, torch.arange(2)), expected, rtol=0, atol=1e-4):
+                    wrong.append((key, value))
+    assert not wrong
+    assert equal >= {"dropout", "norm_eps", "num_train_timesteps", "sample_size"}

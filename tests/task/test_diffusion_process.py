@@ -67,14 +67,15 @@ def test_a_right_prediction_implies_the_picture_and_the_noise(schedule, predicti
     torch.testing.assert_close(implied, (x_0, epsilon), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("spacing", ["leading", "trailing"])
+@pytest.mark.parametrize("clip", [0.0, 1.0, 0.7])
 @pytest.mark.parametrize("prediction", THEIR_PREDICTIONS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_ddim_trajectory_is_that_of_diffusers(schedule, prediction, clip):
-    settings = {"clip_sample": clip, "timestep_spacing": "trailing"}
+def test_a_ddim_trajectory_is_that_of_diffusers(schedule, prediction, clip, spacing):
+    settings = {"clip_sample": clip > 0, "clip_sample_range": clip, "timestep_spacing": spacing}
     scheduler = theirs(DDIMScheduler, schedule, 100, prediction, **settings)
     scheduler.set_timesteps(20)
-    process, (_, noise) = DiffusionProcess(schedule, 100, prediction), pictures(3)
+    process, (_, noise) = DiffusionProcess(schedule, 100, prediction, spacing=spacing), pictures(3)
     seen = []
 
     def watched(x, timesteps):
@@ -85,9 +86,9 @@ def test_a_ddim_trajectory_is_that_of_diffusers(schedule, prediction, clip):
     for (ours, timesteps), timestep in zip(seen, scheduler.timesteps, strict=True):
         assert timesteps.tolist() == [timestep] * 3
         torch.testing.assert_close(ours, x, rtol=1e-9, atol=1e-9)
-        x = scheduler.step(model(x, timesteps), timestep, x, use_clipped_model_output=clip).prev_sample
+        x = scheduler.step(model(x, timesteps), timestep, x, use_clipped_model_output=clip > 0).prev_sample
     torch.testing.assert_close(result, x, rtol=1e-9, atol=1e-9)
-    assert not clip or result.abs().max() <= 1
+    assert not clip or result.abs().max() <= clip
 
 
 def test_sampling_with_the_right_noise_returns_the_picture():
@@ -96,7 +97,7 @@ def test_sampling_with_the_right_noise_returns_the_picture():
     process = DiffusionProcess("cosine", 100, "epsilon")
     assert process.sampling_timesteps(7) == [99, 85, 71, 57, 42, 28, 14]
     start = process.add_noise(x_0, epsilon, torch.tensor([99, 99]))
-    torch.testing.assert_close(process.ddim(lambda *_: epsilon, start, 7, clip=False), x_0, rtol=0, atol=1e-6)
+    torch.testing.assert_close(process.ddim(lambda *_: epsilon, start, 7, clip_range=0), x_0, rtol=0, atol=1e-6)
 
 
 def test_float32_pictures_stay_float32():

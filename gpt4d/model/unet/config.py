@@ -23,6 +23,12 @@ class UNetConfig(ModelConfig):
     timesteps: int = setting(1000, "time steps of the diffusion", **SIZE)
     noise_schedule: str = setting("cosine", "schedule of the noise", choices=("cosine", "linear"))
     prediction: str = setting("epsilon", "output: the noise epsilon or the velocity v", choices=("epsilon", "v"))
+    clip_range: float = setting(1.0, "samples: largest absolute value of a predicted image; 0: any", at_least=0)
+    timestep_spacing: str = setting(
+        "trailing",
+        "samples: the last timestep is drawn from (trailing), or the first one (leading)",
+        choices=("trailing", "leading"),
+    )
     base_channels: int | None = setting(
         None, "optim.width_transfer: channels of the model that the learning rate fits", **SIZE
     )

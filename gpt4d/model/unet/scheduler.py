@@ -4,18 +4,29 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from gpt4d.model.hugging_face_settings import check_sizes, unsupported
+from gpt4d.model.hugging_face_settings import check_sizes, check_supported, unsupported
 from gpt4d.model.unet.config import UNetConfig
 
 _SCHEDULES = {"linear": "linear", "cosine": "squaredcos_cap_v2"}
 _PREDICTIONS = {"epsilon": "epsilon", "v": "v_prediction"}
+_SPACINGS = "leading", "trailing"
 _MAX_BETA = 0.999
+# Supported values of settings whose other values change the samples. The first ones are the defaults of diffusers. The
+# variance has no effect on samples without noise, but a learned one is an output of the model.
+_SUPPORTED = {
+    "_class_name": ("DDIMScheduler", "DDPMScheduler"),
+    "rescale_betas_zero_snr": (False, None),
+    "thresholding": (False, None),
+    "set_alpha_to_one": (True,),
+    "steps_offset": (0,),
+    "variance_type": ("fixed_small", "fixed_small_log", "fixed_large", "fixed_large_log"),
+}
 
 
 def to_diffusers(config: UNetConfig) -> dict[str, Any]:
     """Return the settings of a DDIMScheduler with the same timesteps and updates as gpt4d.task.diffusion_process.
 
-    They are equal if the number of sampling steps divides ``model.timesteps``.
+    They are equal if the number of sampling steps divides ``model.timesteps``, or if the timesteps are leading.
     """
     start, end = _betas(config.timesteps)
     betas = None
@@ -30,40 +41,50 @@ def to_diffusers(config: UNetConfig) -> dict[str, Any]:
         "beta_end": end,
         "trained_betas": betas,
         "prediction_type": _PREDICTIONS[config.prediction],
-        "clip_sample": True,
-        "clip_sample_range": 1.0,
+        "clip_sample": config.clip_range > 0,
+        "clip_sample_range": config.clip_range or 1.0,
         "thresholding": False,
         "set_alpha_to_one": True,
         "steps_offset": 0,
-        "timestep_spacing": "trailing",
+        "timestep_spacing": config.timestep_spacing,
         "rescale_betas_zero_snr": False,
     }
 
 
 def from_diffusers(source: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return gpt4d's settings for a ``scheduler_config.json``. Raises ConfigError for an unsupported diffusion."""
+    """Return gpt4d's settings for a ``scheduler_config.json``. Raises ConfigError for an unsupported diffusion.
+
+    The samples are those of a DDIMScheduler with these settings, also for a DDPMScheduler.
+    """
+    check_supported(source, values, _SUPPORTED)
     steps = values.get("num_train_timesteps", 1000)
     check_sizes(source, {"num_train_timesteps": steps})
     schedules = {theirs: ours for ours, theirs in _SCHEDULES.items()}
     predictions = {theirs: ours for ours, theirs in _PREDICTIONS.items()}
     schedule, prediction = values.get("beta_schedule", "linear"), values.get("prediction_type", "epsilon")
+    spacing = values.get("timestep_spacing", "leading")
     for key, value, choices in (
-        ("beta_schedule", schedule, schedules),
-        ("prediction_type", prediction, predictions),
-        ("rescale_betas_zero_snr", values.get("rescale_betas_zero_snr", False), (False,)),
+        ("beta_schedule", schedule, [*schedules]),
+        ("prediction_type", prediction, [*predictions]),
+        ("timestep_spacing", spacing, _SPACINGS),
     ):
         if value not in choices:
-            raise unsupported(source, key, value, " or ".join(map(str, choices)))
+            raise unsupported(source, key, value, " or ".join(choices))
+    clips, clip_range = values.get("clip_sample", True), values.get("clip_sample_range", 1.0)
+    if clips and not clip_range > 0:
+        raise unsupported(source, "clip_sample_range", clip_range, "a number above 0")
     settings = {
         "timesteps": steps,
         "noise_schedule": schedules[schedule],
         "prediction": predictions[prediction],
+        "clip_range": float(clip_range) if clips else 0.0,
+        "timestep_spacing": spacing,
     }
     ours = to_diffusers(UNetConfig(**settings))
     if values.get("trained_betas") != ours["trained_betas"]:
         raise unsupported(source, "trained_betas", "…", ours["trained_betas"])
-    for key in ("beta_start", "beta_end") if schedule == "linear" else ():
-        if not math.isclose(value := values.get(key, ours[key]), ours[key], rel_tol=1e-6):
+    for key, default in (("beta_start", 1e-4), ("beta_end", 0.02)) if schedule == "linear" else ():
+        if not math.isclose(value := values.get(key, default), ours[key], rel_tol=1e-6):
             raise unsupported(source, key, value, ours[key])
     return settings
 
