@@ -29,7 +29,7 @@ _WITHOUT_EFFECT = (
     "peft_version",
     "revision",
 )
-# Values of further settings with which peft computes the same as gpt4d. All other settings must be null or false.
+# Values of further settings with which peft computes the same as gpt4d. All other settings must be ``_OFF``.
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
@@ -42,6 +42,7 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "megatron_core": ("megatron.core", None),
     "qalora_group_size": (16,),
 }
+_OFF: tuple[Any, ...] = None, False, [], ""  # not {}: some methods of peft are on with their default settings
 SETTINGS, _WEIGHTS, _PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 
 
@@ -129,7 +130,7 @@ def read(directory: Path, model: ModelConfig) -> tuple[LoraConfig, dict[str, tor
 def _read_settings(source: str, settings: dict[str, Any]) -> tuple[LoraConfig, list[str]]:
     """Return gpt4d's settings and the target modules. Raises ConfigError if peft computes something else with them."""
     for key, value in settings.items():
-        supported = _SUPPORTED.get(key, (None, False))
+        supported = _SUPPORTED.get(key, _OFF)
         known = any(type(value) is type(other) and value == other for other in supported)
         if key not in (*_READ, *_WITHOUT_EFFECT) and not known:
             raise ConfigError(f"{source}: {key}={value!r:.80} is not supported; use adapters with {supported[0]!r}")

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gpt4d.config import LARGEST_SIZE, ConfigError
+from gpt4d.config import LARGEST_COUNT, LARGEST_SIZE, ConfigError
 
 # Usage example of a text model for its model card. PATH stands for the model's directory.
 TEXT_USAGE = """from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -36,7 +36,7 @@ def transformers_settings(source: str, values: Mapping[str, Any]) -> dict[str, A
 
     check_supported(source, values, _EVERY_FAMILY)
     for key in {"num_hidden_layers", "n_layer"} & values.keys():  # The library makes a list of the layers.
-        check_sizes(source, {key: values[key]})
+        check_sizes(source, {key: values[key]}, LARGEST_COUNT)
     given = {key: value for key, value in values.items() if key != "num_labels"}  # nor a list of the classes
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)  # It prints the complete configuration.
@@ -52,22 +52,22 @@ def transformers_settings(source: str, values: Mapping[str, Any]) -> dict[str, A
         logging.set_verbosity(verbosity)
 
 
-def unsupported(source: str, key: str, value: object, supported: object) -> ConfigError:
+def unsupported(source: str, key: str, value: object, supported: object, file: str = "config.json") -> ConfigError:
     """Return the error for a setting that gpt4d computes differently."""
-    return ConfigError(f"{source}: {key}={value!r} in config.json is not supported; use a model with {key}={supported}")
+    return ConfigError(f"{source}: {key}={value!r:.80} in {file} is not supported; use a model with {key}={supported}")
 
 
-def check_supported(source: str, values: Mapping, choices: Mapping[str, Sequence]) -> None:
+def check_supported(source: str, values: Mapping, choices: Mapping[str, Sequence], file: str = "config.json") -> None:
     """Raise ConfigError unless each of some settings is missing or has one of its ``choices``."""
     for key, supported in choices.items():
         if values.get(key, supported[0]) not in supported:
-            raise unsupported(source, key, values[key], repr(supported[0]))
+            raise unsupported(source, key, values[key], repr(supported[0]), file)
 
 
-def check_sizes(source: str, sizes: Mapping[str, object]) -> None:
-    """Raise ConfigError unless all sizes are integers from 1 to ``LARGEST_SIZE``."""
+def check_sizes(source: str, sizes: Mapping[str, object], at_most: int = LARGEST_SIZE) -> None:
+    """Raise ConfigError unless all sizes are integers from 1 to ``at_most``."""
     for key, size in sizes.items():
-        if type(size) is not int or not 1 <= size <= LARGEST_SIZE:
+        if type(size) is not int or not 1 <= size <= at_most:
             raise ConfigError(
-                f"{source}: {key}={size!r:.80} in config.json is not a size; use a number from 1 to {LARGEST_SIZE:,}"
+                f"{source}: {key}={size!r:.80} in config.json is not a size; use a number from 1 to {at_most:,}"
             )

@@ -46,8 +46,8 @@ def changed(values, changes):
 
 # ------------------------------------------------------------------------------------------------- adapters of peft
 
-ADAPTED = "q_proj", "v_proj", "down_proj"
-TENSOR = "base_model.model.model.layers.1.self_attn.v_proj.lora_{}.weight"
+GPT2 = GPT2Config(layers=2, hidden=32, heads=4, vocab_size=50, max_positions=64)
+ADAPTED = [(MODEL, ("q_proj", "v_proj", "down_proj")), (GPT2, ("attn.c_attn", "c_fc"))]
 VALUES = ABSENT, None, False, True, 0, 1, 2.5, "x", [], [0], {}, {"q_proj": 1}
 KINDS = "gaussian", "eva", "olora", "pissa", "pissa_niter_4", "corda", "loftq", "orthogonal", "mica"
 OTHER_VALUES: dict[str, tuple] = {
@@ -56,31 +56,39 @@ OTHER_VALUES: dict[str, tuple] = {
     "init_lora_weights": KINDS,
     "peft_type": ("LOHA", "LORA"),
     "task_type": ("SEQ_CLS", "CAUSAL_LM"),
-    "target_modules": (["q_proj"], "q_proj", ".*q_proj", "all-linear", [f"self_attn.{ADAPTED[0]}", *ADAPTED[1:]]),
+    "target_modules": (
+        ["q_proj"],
+        "q_proj",
+        ".*q_proj",
+        "all-linear",
+        ["self_attn.q_proj", *ADAPTED[0][1][1:]],
+        ["c_attn", "c_fc"],
+    ),
     "layers_to_transform": ([1],),
     "use_a_later_method": (),
 }
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """Return a model of transformers, and its weights as gpt4d's."""
+@pytest.fixture(scope="module", params=ADAPTED, ids=["llama", "gpt2"])
+def base(request, tmp_path_factory):
+    """Return a model of transformers, its weights as gpt4d's, gpt4d's settings and the adapted layers."""
+    config, targets = request.param
     directory = tmp_path_factory.mktemp("base")
-    save(directory, MODEL)
+    save(directory, config)
     model = AutoModelForCausalLM.from_pretrained(directory).eval()
-    adapter, state = registry.of(MODEL).hugging_face(), model.state_dict()
+    adapter, state = registry.of(config).hugging_face(), model.state_dict()
     weights = {
-        name: adapter.from_hf(name, [state[key] for key in adapter.names(name, MODEL)], shape, MODEL)
-        for name, shape in storage.shapes(MODEL).items()
+        name: adapter.from_hf(name, [state[key] for key in adapter.names(name, config)], shape, config)
+        for name, shape in storage.shapes(config).items()
     }
-    return model, weights
+    return model, weights, config, targets
 
 
 @pytest.fixture(scope="module")
 def saved(base, tmp_path_factory):
     directory = tmp_path_factory.mktemp("adapter")
     torch.manual_seed(1)
-    settings = {"r": 3, "lora_alpha": 5, "target_modules": [*ADAPTED], "task_type": "CAUSAL_LM"}
+    settings = {"r": 3, "lora_alpha": 5, "target_modules": [*base[3]], "task_type": "CAUSAL_LM"}
     model = peft.get_peft_model(copy.deepcopy(base[0]), peft.LoraConfig(**settings, init_lora_weights=False))
     model.save_pretrained(directory)
     return directory
@@ -99,13 +107,17 @@ def change(saved, tmp_path):
     return write
 
 
+def first(tensors, half="A"):
+    return min(name for name in tensors if f"lora_{half}" in name)
+
+
 def with_adapters(base, directory):
     """Return the logits of the model with imported adapters."""
-    model, weights = base
-    lora, adapters = adapter_files.read(directory, MODEL)
-    merged = adapter_files.merging((weights | adapters).__getitem__, replace(MODEL, lora=lora))
+    model, weights, config, _ = base
+    lora, adapters = adapter_files.read(directory, config)
+    merged = adapter_files.merging((weights | adapters).__getitem__, replace(config, lora=lora))
     ours = copy.deepcopy(model)
-    ours.load_state_dict(to_hf({name: merged(name) for name in weights}, MODEL), strict=False)
+    ours.load_state_dict(to_hf({name: merged(name) for name in weights}, config), strict=False)
     return ours(IDS).logits
 
 
@@ -143,53 +155,53 @@ def test_adapters_with_any_changed_setting_compute_what_peft_computes_or_are_ref
         ({"r": 4}, r"lora_A.weight must be of shape \[4, 32\], but is \[3, 32\]"),
         ({"lora_alpha": 10**400}, "lora.alpha=1000"),
         ({"lora_alpha": float("nan")}, "lora.alpha=nan"),
-        ({"target_modules": ["q_proj", "v_proj"]}, "down_proj.lora_A.weight belongs to no target module"),
+        ({"target_modules": ["v_proj", "c_fc"]}, "lora_A.weight belongs to no target module"),
         ({"target_modules": "q_proj"}, "target_modules='q_proj'; use a rank above 0 and a list of names"),
     ],
 )
-def test_impossible_settings_of_adapters_are_one_line(change, settings, message):
+def test_impossible_settings_of_adapters_are_one_line(base, change, settings, message):
     with pytest.raises(ConfigError, match=rf"^adapter=\S+: .*{message}") as raised:
-        adapter_files.read(change(**settings), MODEL)
+        adapter_files.read(change(**settings), base[2])
     assert len(str(raised.value)) < 500
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        *((lambda t, half=half: t.pop(TENSOR.format(half)), rf"lora_{half}\.weight is missing") for half in "AB"),
+        *((lambda t, half=half: t.pop(first(t, half)), rf"lora_{half}\.weight is missing") for half in "AB"),
         *(
-            (lambda t, dtype=dtype: t.update({TENSOR.format("B"): t[TENSOR.format("B")].to(dtype)}), "has dtype")
+            (lambda t, dtype=dtype: t.update({first(t): t[first(t)].to(dtype)}), "has dtype")
             for dtype in (torch.int8, torch.bool, torch.float8_e4m3fn, torch.complex64)
         ),
-        *((lambda t, v=v: t[TENSOR.format("A")].fill_(v), "not finite") for v in (float("nan"), float("inf"))),
+        *((lambda t, value=value: t[first(t)].fill_(value), "not finite") for value in (float("nan"), float("inf"))),
         (lambda t: t.update({"base_model.model.lm_head.lora_A.weight": torch.ones(3, 32)}), "is not an adapter of a"),
     ],
 )
-def test_damaged_tensors_of_adapters_are_one_line(change, damage, message):
+def test_damaged_tensors_of_adapters_are_one_line(base, change, damage, message):
     file = change() / "adapter_model.safetensors"
     tensors = load_file(file)
     damage(tensors)
     save_file(tensors, file)
     with pytest.raises(ConfigError, match=rf"^adapter=\S+: .*{message}"):
-        adapter_files.read(file.parent, MODEL)
+        adapter_files.read(file.parent, base[2])
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
-def test_a_pipe_or_nested_brackets_instead_of_a_file_of_adapters_are_one_line(change, name):
+def test_a_pipe_or_nested_brackets_instead_of_a_file_of_adapters_are_one_line(base, change, name):
     directory = change()
     (directory / name).write_text("[" * 100_000)
     with pytest.raises(ConfigError, match=f"no readable {name}|{name}: damaged"):
-        adapter_files.read(directory, MODEL)
+        adapter_files.read(directory, base[2])
     (directory / name).unlink()
     os.mkfifo(directory / name)
     with pytest.raises(ConfigError, match=f"{name}.* not a regular file"):
-        adapter_files.read(directory, MODEL)
+        adapter_files.read(directory, base[2])
 
 
 # --------------------------------------------------------------------------------------- configurations of transformers
 
 FAMILIES = {
-    "gpt2": GPT2Config(layers=2, hidden=32, heads=4, vocab_size=50, max_positions=64),
+    "gpt2": GPT2,
     "llama": LLAMA3,
     "qwen2": QWEN2,
     "qwen3": YARN,

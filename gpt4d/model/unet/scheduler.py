@@ -10,6 +10,7 @@ from gpt4d.model.unet.config import UNetConfig
 _SCHEDULES = {"linear": "linear", "cosine": "squaredcos_cap_v2"}
 _PREDICTIONS = {"epsilon": "epsilon", "v": "v_prediction"}
 _SPACINGS = "leading", "trailing"
+_FILE = "scheduler_config.json"
 _MAX_BETA = 0.999
 # Supported values of settings whose other values change the samples. The first ones are the defaults of diffusers. The
 # variance has no effect on samples without noise, but a learned one is an output of the model.
@@ -56,7 +57,7 @@ def from_diffusers(source: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
     The samples are those of a DDIMScheduler with these settings, also for a DDPMScheduler.
     """
-    check_supported(source, values, _SUPPORTED)
+    check_supported(source, values, _SUPPORTED, _FILE)
     steps = values.get("num_train_timesteps", 1000)
     check_sizes(source, {"num_train_timesteps": steps})
     schedules = {theirs: ours for ours, theirs in _SCHEDULES.items()}
@@ -69,10 +70,10 @@ def from_diffusers(source: str, values: Mapping[str, Any]) -> dict[str, Any]:
         ("timestep_spacing", spacing, _SPACINGS),
     ):
         if value not in choices:
-            raise unsupported(source, key, value, " or ".join(choices))
+            raise unsupported(source, key, value, " or ".join(choices), _FILE)
     clips, clip_range = values.get("clip_sample", True), values.get("clip_sample_range", 1.0)
     if clips and not clip_range > 0:
-        raise unsupported(source, "clip_sample_range", clip_range, "a number above 0")
+        raise unsupported(source, "clip_sample_range", clip_range, "a number above 0", _FILE)
     settings = {
         "timesteps": steps,
         "noise_schedule": schedules[schedule],
@@ -82,10 +83,10 @@ def from_diffusers(source: str, values: Mapping[str, Any]) -> dict[str, Any]:
     }
     ours = to_diffusers(UNetConfig(**settings))
     if values.get("trained_betas") != ours["trained_betas"]:
-        raise unsupported(source, "trained_betas", "…", ours["trained_betas"])
+        raise unsupported(source, "trained_betas", "…", ours["trained_betas"], _FILE)
     for key, default in (("beta_start", 1e-4), ("beta_end", 0.02)) if schedule == "linear" else ():
         if not math.isclose(value := values.get(key, default), ours[key], rel_tol=1e-6):
-            raise unsupported(source, key, value, ours[key])
+            raise unsupported(source, key, value, ours[key], _FILE)
     return settings
 
 
