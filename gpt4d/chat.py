@@ -21,8 +21,8 @@ import torch.distributed as dist
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import ConfigError, asks_for_help, from_arguments, setting
 from gpt4d.data import tokenizers, transformers_tokenizer
-from gpt4d.data.chat_template import limits, template_for
-from gpt4d.data.conversations import ROWS, Conversation, Unread, parse
+from gpt4d.data.chat_template import all_templates, limits, template_for
+from gpt4d.data.conversations import Conversation, Unread, parse, unread_keys
 from gpt4d.inference import inference_plan, trained_model
 from gpt4d.parallel.stage import Stage
 from gpt4d.runtime.consensus import run_on_rank0
@@ -247,7 +247,7 @@ def main(arguments: list[str]) -> None:
             f"checkpoint={checkpoint.path}: its tokenizer has no chat template; train it with data=chat and "
             "data.chat_template=FILE, or use gpt4d.generate"
         )
-    conversations = _conversations(config) if config.prompts else []
+    conversations = _conversations(config, all_templates(tokenizer), launch.rank) if config.prompts else []
     ids = [ids_of(each.messages, tokenizer, each.tools) for each in conversations]
     for number, each in enumerate(ids, 1):
         if len(each) >= settings.max_positions:
@@ -264,8 +264,11 @@ def main(arguments: list[str]) -> None:
             _answer_file(chat, conversations, ids, launch)
 
 
-def _conversations(config: ChatConfig) -> list[Conversation]:
-    """Return the conversations in the file ``prompts``. Raises ConfigError for a file that cannot be used."""
+def _conversations(config: ChatConfig, template: str, rank: int) -> list[Conversation]:
+    """Return the conversations in the file ``prompts``. Raises ConfigError for a file that cannot be used.
+
+    Rank 0 prints a warning of the keys that neither gpt4d nor the chat ``template`` reads.
+    """
     unread = Unread()
     found = [
         _with_system(_conversation(line, f"prompts={config.prompts}: line {number}", unread), config.system)
@@ -274,8 +277,8 @@ def _conversations(config: ChatConfig) -> list[Conversation]:
     ]
     if not found:
         raise ConfigError(f"prompts={config.prompts}: empty; write a message in each line")
-    if keys := sorted({key for kind, key in unread if kind == ROWS}):
-        warn(f"prompts={config.prompts}: keys of rows that are not read: {one_line(', '.join(keys))}")
+    for keys in unread_keys(unread, template, "all") if rank == 0 else ():
+        warn(f"prompts={config.prompts}: {keys}")
     return found
 
 

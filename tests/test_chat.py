@@ -209,7 +209,7 @@ def test_a_file_of_messages_is_answered(model, tmp_path, capsys):
     assert found == [{"messages": messages, "finish_reason": "length"} for messages in expected]
     said = capsys.readouterr()
     assert "3 answers" in said.out
-    assert f"warning: prompts={questions}: keys of rows that are not read: id\n" in said.err
+    assert f"warning: prompts={questions}: keys of rows that are not read: id (1)\n" in said.err
 
 
 def test_tools_of_a_file_of_messages_are_rendered_and_written(model, tmp_path):

@@ -63,6 +63,12 @@ def template_for(tokenizer: Any, tools: list | None = None) -> str:
     return template
 
 
+def all_templates(tokenizer: Any) -> str:
+    """Return the texts of a tokenizer's templates, of which transformers chooses one for each conversation."""
+    found = tokenizer.chat_template
+    return "\n".join(found.values()) if isinstance(found, dict) else found or ""
+
+
 @cache
 def _limit_length(template: str) -> None:
     from transformers.utils import chat_template_utils

@@ -1,6 +1,7 @@
 """Conversations in the formats in which they are published, as one list of messages each."""
 
 import json
+import re
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -61,6 +62,19 @@ class Conversation(NamedTuple):
     @classmethod
     def from_text(cls, text: str) -> "Conversation":
         return cls(*json.loads(text))
+
+
+def unread_keys(unread: Unread, template: str | None, train_on: str) -> list[str]:
+    """Return a line for each kind of keys that neither gpt4d nor a chat template reads, with their numbers.
+
+    ``train_on``: the value of ``data.train_on``.
+    """
+    names: dict[str, list[str]] = {}
+    for (kind, key), count in sorted(unread.items()):
+        by_template = kind == MESSAGES and key and re.search(rf"\b{re.escape(key)}\b", template or "")
+        if not by_template and not (kind == OTHER_ROLES and train_on == "all"):
+            names.setdefault(kind, []).append(f"{one_line(key)} ({count:,})")
+    return [f"keys of {kind}: {', '.join(found)}" for kind, found in names.items()]
 
 
 def has_loss(message: dict[str, Any]) -> bool:

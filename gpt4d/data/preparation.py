@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import os
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
@@ -15,13 +14,21 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from gpt4d.config import HEADER, ConfigError, DataConfig
-from gpt4d.data import conversations, documents, encoding, parts, tokenizers, tokens, transformers_tokenizer
+from gpt4d.data import (
+    chat_template,
+    conversations,
+    documents,
+    encoding,
+    parts,
+    tokenizers,
+    tokens,
+    transformers_tokenizer,
+)
 from gpt4d.data.conversations import Unread
 from gpt4d.data.documents import Document
 from gpt4d.data.encoding import Encoded, Encoding
 from gpt4d.data.tokens import TokenFiles
 from gpt4d.files import counts, sync, write_file
-from gpt4d.runtime.errors import one_line
 from gpt4d.writing import warn
 
 PROGRESS = "progress.json"
@@ -92,7 +99,10 @@ class Preparation:
                 self._save_progress()
         if self.held_out == 0:  # a stream without held-out documents, which has read no row
             next(documents.documents(self.config, unread), None)
-        self._warn_of(unread)
+        tokenizer = transformers_tokenizer.load(self.files, self.directory) if self.masked else None
+        template = tokenizer and chat_template.all_templates(tokenizer)
+        for keys in conversations.unread_keys(unread, template, self.config.train_on):
+            warn(f"data={self.config.name}: {keys}")
         if self.held_out is None and not sum(part["train"]["tokens"] for part in self.parts):
             source = f"data.source={self.config.source}, data.path={self.config.path!r}"
             if self.parts:
@@ -112,18 +122,6 @@ class Preparation:
         }
         write_file(self.directory / HEADER, json.dumps(header, indent=1).encode())
         sync(self.directory)
-
-    def _warn_of(self, unread: Unread) -> None:
-        """Print a warning of the keys of rows and messages that neither gpt4d nor the chat template reads."""
-        template = transformers_tokenizer.load(self.files, self.directory).chat_template if self.masked else ""
-        template = "\n".join(template.values()) if isinstance(template, dict) else template
-        names: dict[str, list[str]] = {}
-        for (kind, key), count in sorted(unread.items()):
-            by_template = kind == conversations.MESSAGES and re.search(rf"\b{re.escape(key)}\b", template)
-            if not by_template and not (kind == conversations.OTHER_ROLES and self.config.train_on == "all"):
-                names.setdefault(kind, []).append(f"{one_line(key)} ({count:,})")
-        for kind, found in names.items():
-            warn(f"data={self.config.name}: keys of {kind}: {', '.join(found)}")
 
     def _write_part(self, encoded: Iterator[Encoded], pace: "_Pace") -> bool:
         """Write one part and return True; or return False if no document is left."""

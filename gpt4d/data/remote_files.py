@@ -14,6 +14,7 @@ from gpt4d.runtime.errors import Unavailable, one_line
 from gpt4d.writing import warn
 
 T = TypeVar("T")
+_abandoned = threading.Event()  # set by ``abandon``, which replaces it for later reads
 _TIMEOUT_S = 60.0  # for a web server that sends nothing
 _PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0  # between two attempts; each pause is twice as long as the one before
 _SLOW_S = 5.0  # a wait of this length is reported
@@ -61,12 +62,20 @@ def report_slow(text: str) -> Iterator[None]:
         timer.cancel()
 
 
+def abandon() -> None:
+    """End all repetitions of failed reads, because a run ends and needs no further data. Any thread may call this."""
+    global _abandoned
+    _abandoned.set()
+    _abandoned = threading.Event()
+
+
 def patiently(work: Callable[[], T], url: str, retry_s: float) -> T:
     """Return ``work()``, which is repeated for ``retry_s`` while it fails for a reason that may pass.
 
     Raises Unavailable, which names the ``url``, after this time, and any other exception of ``work``.
     """
     began, since, pause = time.monotonic(), time.strftime("%Y-%m-%d %H:%M:%S"), _PAUSE_S
+    abandoned = _abandoned
     while True:
         try:
             return work()
@@ -74,14 +83,14 @@ def patiently(work: Callable[[], T], url: str, retry_s: float) -> T:
             if not _may_pass(error):
                 raise
             left = began + retry_s - time.monotonic()
-            if left <= 0:
+            if left <= 0 or abandoned.is_set():
                 raise Unavailable(
                     f"{url}: {reason(error)}, since {since} (data.retry_s={retry_s:g}); check the server and the "
                     "network, and start the same command again"
                 ) from None
             if pause == _PAUSE_S:
                 warn(f"{url}: {reason(error)}; trying again for up to {left:.0f} s (data.retry_s)")
-            time.sleep(min(pause, left))
+            abandoned.wait(min(pause, left))
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from gpt4d.config import HELD_OUT, Config, batch_size_at
+from gpt4d.data import remote_files
 from gpt4d.data.batch import Batch, Counts
 from gpt4d.data.loader import Loader, Source
 from gpt4d.model import registry
@@ -120,6 +121,7 @@ class ReadingTask(ABC):
         return self._averages.state()
 
     def close(self) -> None:
+        remote_files.abandon()  # a thread may read ahead from a server that fails
         self._loader.close()
 
 

@@ -11,6 +11,7 @@ import threading
 from functools import partial
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
+from unittest.mock import Mock
 
 import fsspec
 import pyarrow
@@ -21,7 +22,8 @@ from gpt4d import dry_run
 from gpt4d.config import DataConfig, check_data
 from gpt4d.data import corpus_files, prepare, remote_files, sources
 from gpt4d.data.documents import documents, identity, size
-from gpt4d.runtime.errors import one_line_errors
+from gpt4d.runtime.errors import Unavailable, one_line_errors
+from gpt4d.task.reading import ReadingTask
 from gpt4d.validation import validate
 from tests.support.data_files import one_line
 from tests.support.grids import full, metric_lines, train_in_rank
@@ -222,14 +224,14 @@ def faulty(monkeypatch):
 )
 def test_rows_are_complete_although_a_server_fails(faulty, capfd, monkeypatch, faults, ranges):
     if "stall" in faults:
-        monkeypatch.setattr(remote_files, "_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(remote_files, "_TIMEOUT_S", 0.5)
     url, answered = faulty(faults, ranges)
     assert texts(url) == [row["text"].strip() for row in ROWS]
     assert f"warning: {url}: " in capfd.readouterr().err and len(answered) > len(faults)
     if ranges != "kept":
         assert {*answered} == {0}
     elif faults in (["short"], ["stall"]):  # a lost connection also loses what has arrived
-        assert answered == [0, HALF]
+        assert answered[0] == 0 and max(answered) >= HALF
 
 
 @pytest.mark.parametrize(
@@ -260,6 +262,24 @@ def test_a_run_whose_server_keeps_failing_ends_with_the_code_of_requeues(ranks, 
     words += [f"data.tokenizer={tokenizer}", "train.validation_batches=0", f"data.cache_dir={tmp_path}"]
     job = ended_job(ranks.context, tiny(*words, "parallel.gdata=2"), [75, 75])
     assert f"{url}: the server answers 503 Service Unavailable, since" in job.outputs()[0]
+
+
+def test_the_end_of_a_run_ends_the_repetition_of_a_read(faulty, monkeypatch):
+    repeating, ended = threading.Event(), []
+    monkeypatch.setattr(remote_files, "_PAUSE_S", 1e3)
+    monkeypatch.setattr(remote_files, "warn", lambda _: repeating.set())
+
+    def read(url):
+        with pytest.raises(Unavailable):
+            texts(url, retry_s=1e6)
+        ended.append(url)
+
+    url, _ = faulty([503] * 99)
+    (thread := threading.Thread(target=read, args=[url])).start()
+    assert repeating.wait(60)
+    ReadingTask.close(Mock())
+    thread.join(60)
+    assert ended == [url]
 
 
 def test_a_file_that_changes_while_it_is_read_and_wrong_answers_are_one_line(faulty):
