@@ -55,14 +55,16 @@ class Answer(NamedTuple):
     complete: bool
 
 
-def ids_of(messages: Sequence[Message], tokenizer: Any, tools: list | None = None) -> list[int]:
-    """Return the ids of a conversation, up to the beginning of the next answer."""
-    with limits("the conversation"):
+def ids_of(
+    messages: Sequence[Message], tokenizer: Any, tools: list | None = None, location: str = "the conversation"
+) -> list[int]:
+    """Return the ids of a conversation, up to the beginning of the next answer. ``location`` begins an error."""
+    with limits(location):
         template = template_for(tokenizer, tools)
         text = tokenizer.apply_chat_template(
             [*messages], tools=tools, chat_template=template, tokenize=False, add_generation_prompt=True
         )
-    with tokenizers.one_line_errors("the conversation: the tokenizer cannot encode it (%s); write other messages"):
+    with tokenizers.one_line_errors(f"{location}: the tokenizer cannot encode it (%s); write other messages"):
         return tokenizer.encode(text, add_special_tokens=False, verbose=False)  # without a warning about the length
 
 
@@ -248,12 +250,14 @@ def main(arguments: list[str]) -> None:
             "data.chat_template=FILE, or use gpt4d.generate"
         )
     conversations = _conversations(config, all_templates(tokenizer), launch.rank) if config.prompts else []
-    ids = [ids_of(each.messages, tokenizer, each.tools) for each in conversations]
-    for number, each in enumerate(ids, 1):
-        if len(each) >= settings.max_positions:
+    ids = []
+    for number, (messages, _, tools) in enumerate(conversations, 1):
+        location = f"prompts={config.prompts}: conversation {number}"
+        ids.append(ids_of(messages, tokenizer, tools, location))
+        if len(ids[-1]) >= settings.max_positions:
             raise ConfigError(
-                f"prompts={config.prompts}: conversation {number} has {len(each)} tokens, which leave no room for an "
-                f"answer in the model's maximum length of {settings.max_positions}; shorten it"
+                f"{location} has {len(ids[-1])} tokens, which leave no room for an answer in the model's maximum length "
+                f"of {settings.max_positions}; shorten it"
             )
     with trained_model(checkpoint, plan, launch) as model:
         end = transformers_tokenizer.end_tokens(tokenizer, files)
@@ -292,7 +296,10 @@ def _conversation(line: str, location: str, unread: Unread) -> Conversation:
         raise ConfigError(
             f"{location}: invalid JSON ({one_line(error)}); use a text, or JSON with messages, in each line"
         ) from None
-    return parse(row, location, unread)
+    conversation = parse(row, location, unread)
+    if not conversation.messages:
+        raise ConfigError(f"{location}: a conversation without messages; write one, or remove the line")
+    return conversation
 
 
 def _with_system(conversation: Conversation, system: str | None) -> Conversation:

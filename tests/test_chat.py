@@ -234,6 +234,8 @@ def test_mistakes_are_reported_in_one_line(model, tmp_path):
     (tmp_path / "empty").write_text("\n")
     (tmp_path / "image").write_text('a\n{"messages": [{"role": "user", "content": [{"type": "image"}]}]}')
     (tmp_path / "json").write_text("{")
+    (tmp_path / "half").write_text(json.dumps({"messages": conversation("\ud800")}))
+    (tmp_path / "null").write_text('{"messages": null}')
     (tmp_path / "long").write_text(f"Gold\n\n{'Gold and silver ' * 60}\n")
     (source / "chat_template.jinja").rename(tmp_path / "template")
     import_model(str(source), tmp_path / "plain")
@@ -243,6 +245,8 @@ def test_mistakes_are_reported_in_one_line(model, tmp_path):
         (f"prompts={tmp_path / 'none'} out=b", "No such file"),
         (f"prompts={tmp_path / 'image'} out=b", "line 2: messages[0]: content[0] is not a part with a text"),
         (f"prompts={tmp_path / 'json'} out=b", "line 1: invalid JSON"),
+        (f"prompts={tmp_path / 'half'} out=b", "conversation 1: the tokenizer cannot encode it ("),
+        (f"prompts={tmp_path / 'null'} out=b", "line 1: a conversation without messages"),
         (f"prompts={tmp_path / 'empty'} out=b", "empty; write a message"),
         (f"prompts={tmp_path / 'long'} out=b", "conversation 2 has … in the model's maximum"),
         ("top_p=2", "top_p=2.0: use a value of at most 1"),

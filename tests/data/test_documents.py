@@ -20,7 +20,7 @@ import pytest
 import zstandard
 from pyarrow import ipc, parquet
 
-from gpt4d.config import DataConfig, check_data, patterns
+from gpt4d.config import DataConfig, check_data, patterns, written_source
 from gpt4d.data import sources
 from gpt4d.data.documents import documents, files, identity, is_held_out, readers, size
 from tests.support.data_files import flip_bit, one_line
@@ -200,6 +200,18 @@ def test_no_line_of_a_users_file_is_split_by_splitlines():
         calls = (node.attr for node in ast.walk(ast.parse(path.read_bytes())) if isinstance(node, ast.Attribute))
         found |= {str(path.relative_to(package))} if "splitlines" in calls else set()
     assert found <= own, "messages of errors, files of the system, logs of gpt4d, and GPT-2's merges"
+
+
+def test_the_suffix_of_a_glob_or_of_each_file_names_the_format_of_a_validation_set():
+    globs = {
+        "a/*": "files",
+        "**": "files",
+        "code/*.py": "text",
+        "a/*.x": "text",
+        "a.JSON.gz": "jsonl",
+        "*.arrow": "arrow",
+    }
+    assert {glob: written_source(glob) for glob in globs} == globs
 
 
 def test_whitespace_around_documents_is_kept_on_request(tmp_path):
