@@ -112,7 +112,7 @@ def load(key: str, name: str) -> dict[str, bytes]:
         elif (file := tokenizer_file(name)).is_file():
             files = {FILE: file.read_bytes()} | companions(file.parent)
             if SETTINGS in files and not any((file.parent / own).exists() for own in (HEADER, "meta.json")):
-                files[FILE] = _as_in_transformers(files)
+                files |= _as_in_transformers(files, file.with_name("config.json"))
         else:
             from transformers import AutoTokenizer
 
@@ -190,16 +190,27 @@ def _of_library(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
-def _as_in_transformers(files: Mapping[str, bytes]) -> bytes:
-    """Return the tokenizer.json of the tokenizer that transformers builds from ``files``."""
+def _as_in_transformers(files: Mapping[str, bytes], model: Path) -> dict[str, bytes]:
+    """Return the tokenizer.json and the settings of the tokenizer that transformers builds from ``files``.
+
+    ``model``: the config.json next to them, if there is one, on which the class of the tokenizer depends.
+    """
     from gpt4d.data import transformers_tokenizer
 
-    if "fast_tokenizer_files" in json.loads(files[SETTINGS]):
+    settings = dict(json.loads(files[SETTINGS]))
+    if "fast_tokenizer_files" in settings:
         raise ValueError(f"fast_tokenizer_files of {SETTINGS} names other files; save it again with transformers 5")
-    own, theirs = parse(files, "."), transformers_tokenizer.load(files, ".").backend_tokenizer
+    found = transformers_tokenizer.load(files, ".")
+    if model.is_file():
+        alone, found = type(found), transformers_tokenizer.load({**files, model.name: model.read_bytes()}, ".")
+        if type(found) is not alone:
+            text = json.dumps({**settings, "tokenizer_class": type(found).__name__}, indent=2, ensure_ascii=False)
+            files = {**files, SETTINGS: text.encode()}
+    own, theirs = parse(files, "."), found.backend_tokenizer
     if _first_and_last(own) == _first_and_last(theirs):
         theirs.post_processor = own.post_processor  # transformers replaces null by one that adds no token
-    return files[FILE] if own.to_str() == theirs.to_str() else theirs.to_str().encode()
+    changed = own.to_str() != theirs.to_str()
+    return {SETTINGS: files[SETTINGS], FILE: theirs.to_str().encode() if changed else files[FILE]}
 
 
 def is_companion(name: str) -> bool:
@@ -350,6 +361,9 @@ def unknown_counter(tokenizer: Tokenizer) -> Callable[[str, list[int]], int]:
     """
     vocabulary, model = tokenizer.get_vocab(), tokenizer.model
     unknown = vocabulary.get(str(getattr(model, "unk_token", None)))
+    if isinstance(model, models.Unigram):
+        state = json.loads(model.__getstate__())
+        unknown = None if state["byte_fallback"] else state["unk_id"]
     if not isinstance(model, models.BPE) or unknown is not None:
         return lambda text, ids: ids.count(-1 if unknown is None else unknown)
     if vocabulary.keys() >= {*pre_tokenizers.ByteLevel.alphabet()} or (model.byte_fallback and "<0x00>" in vocabulary):

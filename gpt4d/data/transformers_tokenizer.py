@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 GENERATION_SETTINGS = "generation_config.json"
+_MODEL_SETTINGS = "config.json"  # of an imported model; the class of its tokenizer may depend on it
 _LEGACY_TEMPLATE = "chat_template.json"
 
 
@@ -81,6 +82,8 @@ def load(files: Mapping[str, bytes], checkpoint: object, max_length: int | None 
     damaged = f"{checkpoint}: transformers cannot read the files of the tokenizer (%s); restore them"
     with tempfile.TemporaryDirectory() as directory, tokenizers.one_line_errors(damaged):
         write(tokenizer, files, Path(directory), max_length)
+        for name in {_MODEL_SETTINGS, tokenizers.SETTINGS} & files.keys():  # unchanged: they decide the class
+            (Path(directory) / name).write_bytes(files[name])
         found: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
         tokenizers.complete(found.backend_tokenizer)
         if _LEGACY_TEMPLATE in files and not found.chat_template:  # transformers reads it with a processor

@@ -36,14 +36,14 @@ PROMPTS = [
     ("laws", {"until": [], "max_gen_toks": 5, "temperature": 0}),
 ]
 OWN = os.environ.get("GPT4D_MODEL")
-FAMILIES = "gpt2", "llama"
+FAMILIES = {"gpt2": None, "llama": "<s>"}  # and the first token of a text
 
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
     """Return, by family, a directory of transformers and the run that it was imported into."""
     if not OWN:
-        return {family: imported(family, tmp_path_factory.mktemp(family)) for family in FAMILIES}
+        return {family: imported(family, tmp_path_factory.mktemp(family), first) for family, first in FAMILIES.items()}
     import_model(OWN, run := tmp_path_factory.mktemp("own") / "run")
     return {"own": (OWN, run)}
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from tokenizers import processors
 
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.checkpoint.importer import import_model
@@ -39,12 +40,24 @@ def random_model(family: str) -> torch.nn.Module:
     return model
 
 
-def imported(family: str, directory: Path) -> tuple[Path, Path]:
-    """Return the directory of a random model with a tokenizer, and the run that it was imported into."""
+def imported(family: str, directory: Path, first: str | None = None) -> tuple[Path, Path]:
+    """Return the directory of a random model with a tokenizer, and the run that it was imported into.
+
+    ``first``: a token that the tokenizer puts before a text, and a template that renders it. Its tokenizer.json has
+    settings that cut and fill texts.
+    """
     source, run = directory / "source", directory / "run"
     random_model(family).save_pretrained(source)
-    tokenizer = tokenizers.train([TEXT], 300)
-    transformers_tokenizer.write(tokenizer, {tokenizers.FILE: tokenizer.to_str().encode()}, source, 48)
+    tokenizer, files = tokenizers.train([TEXT], 299), dict[str, bytes]()
+    if first:
+        tokenizer.add_special_tokens([first])
+        ids = [(first, tokenizer.token_to_id(first))]
+        tokenizer.post_processor = processors.TemplateProcessing([first, "$A"], None, ids)
+        tokenizer.enable_truncation(3)
+        tokenizer.enable_padding(length=20, pad_token=tokenizers.END_OF_TEXT)
+        files[tokenizers.TEMPLATE] = b"{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    files[tokenizers.FILE] = tokenizer.to_str().encode()
+    transformers_tokenizer.write(tokenizer, files, source, 48)
     import_model(str(source), run)
     return source, run
 
