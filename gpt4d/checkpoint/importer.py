@@ -126,11 +126,13 @@ def _read_tokenizer(source: str, directory: Path, tokenizer: str | None, model: 
     if not tokenizer and not any(directory.glob("tokenizer*")) and not (directory / "vocab.json").exists():
         raise ConfigError(f"source={source}: no tokenizer; add tokenizer=none, or a file, directory or hub name")
     files = tokenizers.load("tokenizer" if tokenizer else "source", tokenizer or str(directory))
-    tokens = tokenizers.vocabulary(tokenizers.parse(files, tokenizer or directory))
+    parsed = tokenizers.parse(files, tokenizer or directory)
+    tokens = tokenizers.vocabulary(parsed)
     if tokens > model.vocab_size:
+        last = parsed.id_to_token(tokens - 1)
         raise ConfigError(
             f"tokenizer={tokenizer or directory}: its {tokens} tokens are more than the model's {model.vocab_size}; "
-            "use the model's own tokenizer"
+            f"use the model's own tokenizer, and name no further token in its settings (here {last})"
         )
     return files
 

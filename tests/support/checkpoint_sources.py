@@ -30,7 +30,8 @@ MIXTRAL = MoeConfig(experts=5, norm_epsilon=1e-5, balance_rate=0.02, **_SIZES)
 OLMOE = replace(MIXTRAL, qk_norm="all", normalized_weights=False, key_value_heads=4, experts_per_token=3)
 QWEN3_MOE = replace(MIXTRAL, qk_norm="heads", experts_per_token=1, inner=16, tied=True)
 TOKENIZER_FILES = {
-    "tokenizer_config.json": b'{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "pad_token": "w1"}',
+    "tokenizer_config.json": b'{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "pad_token": "w1", '
+    b'"unk_token": "w0"}',
     "special_tokens_map.json": b'{"eos_token": "</s>"}',
     "chat_template.jinja": b"{{ messages }}",
 }
@@ -46,7 +47,7 @@ def save(directory: Path, config, max_shard_size: str = "5GB", dtype: torch.dtyp
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     words = {f"w{index}": index for index in range(49)} | {"</s>": 49}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.add_special_tokens(["w1", "</s>"])
+    tokenizer.add_special_tokens(["w0", "w1", "</s>"])
     tokenizer.save(str(directory / "tokenizer.json"))
     for name, content in TOKENIZER_FILES.items():
         (directory / name).write_bytes(content)
