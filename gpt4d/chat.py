@@ -256,8 +256,8 @@ def main(arguments: list[str]) -> None:
         ids.append(ids_of(messages, tokenizer, tools, location))
         if len(ids[-1]) >= settings.max_positions:
             raise ConfigError(
-                f"{location} has {len(ids[-1])} tokens, which leave no room for an answer in the model's maximum length "
-                f"of {settings.max_positions}; shorten it"
+                f"{location} has {len(ids[-1])} tokens, which leave no room for an answer in the model's maximum "
+                f"length of {settings.max_positions}; shorten it"
             )
     with trained_model(checkpoint, plan, launch) as model:
         end = transformers_tokenizer.end_tokens(tokenizer, files)
