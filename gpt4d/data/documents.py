@@ -16,6 +16,7 @@ from gpt4d.data.corpus_files import READ_ERRORS, CorpusFile, corpus_files
 from gpt4d.runtime.errors import one_line
 
 _BATCH_ROWS = 1000
+_ONE_PER_LINE = "write each object in a line of its own, as jq -c '.[]' does with a list"
 Batches = Iterator[tuple[Any, float]]  # batches of rows, each with the fraction of the file that is read
 Row = tuple[Any, str, int]  # a row, its location, and the position of its end in the file
 
@@ -164,10 +165,11 @@ def _json_rows(file: CorpusFile, config: DataConfig, unread: Unread) -> Iterator
         try:
             row = json.loads(text)
         except (ValueError, RecursionError) as error:  # also for very long numbers and deeply nested lists
-            remedy = "fix or remove the line"
-            if number == 1 and text.lstrip().startswith(("{", "[")):
-                remedy += "; a row is an object in one line, which jq -c '.[]' makes of a list"
+            starts = number == 1 and text.lstrip().startswith(("{", "["))
+            remedy = f"fix or remove the line{f'; or {_ONE_PER_LINE}' if starts else ''}"
             raise ConfigError(f"{location}: invalid JSON ({one_line(error)}); {remedy}") from None
+        if isinstance(row, list):
+            raise ConfigError(f"{location}: a list in place of a row; {_ONE_PER_LINE}")
         yield row, location, bytes_read
 
 

@@ -199,7 +199,8 @@ def test_another_mask_or_another_limit_of_conversations_is_other_data(config, tm
 GOOD = {"messages": [user("alpha"), assistant("beta")]}
 MISTAKES = {  # a line that is wrong, and the error
     "no column": ({"text": "alpha", "id": 3}, r"no conversation in the columns text, id; rename one to messages or"),
-    "no object": ([1], r"no conversation in the columns \(none\)"),
+    "a list": ([1], r"a list in place of a row; write each object in a line of its own"),
+    "no object": (1, r"no conversation in the columns \(none\)"),
     "a message as text": ({"messages": ["alpha"]}, r"messages\[0\] is not an object; use \{role, content\}"),
     "no role": ({"messages": [{"text": "a"}]}, r"messages\[0\] has no text in role and content \(here: text\); use"),
     "no text": ({"messages": [user("a"), assistant(3)]}, r"messages\[1\] has no text in role and content"),

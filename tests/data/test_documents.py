@@ -124,7 +124,7 @@ NOT_UTF8 = table(parquet.ParquetWriter, pyarrow.array([b"fine", b"\xff\xfe"]).vi
     [
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"a\.jsonl:2: invalid JSON .* fix or remove the line"),
         ("a.jsonl", b'{"text": "x"}\n{"body": "y"}\n', r"a\.jsonl:2: no text in data\.column=text; .* \(here: body\)"),
-        ("a.jsonl", b"[1]\n", r"a\.jsonl:1: no text in data\.column=text; .* \(here: none\)"),
+        ("a.jsonl", b"[1]\n", r"a\.jsonl:1: a list in place of a row; write each object"),
         ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl:1: byte 10 is not UTF-8; convert the file"),
         ("a.jsonl", b'{"text": "x"}\n{"text": " "}\n', r"a\.jsonl:2: an empty document; .* data\.skip_empty=true"),
         ("a.jsonl", b'{"text": "a \\ud800"}\n', r"a\.jsonl:1: character 2 of data\.column=text is half of a surrogate"),
@@ -147,7 +147,7 @@ NOT_UTF8 = table(parquet.ParquetWriter, pyarrow.array([b"fine", b"\xff\xfe"]).vi
         (
             "a.json",
             b'[{"text": "x"},\n{"text": "y"}]\n',
-            r"a\.json:1: invalid JSON .* a row is an object in one",
+            r"a\.json:1: invalid JSON .* or write each object in a",
         ),
         ("a.jsonl", b'{"text": null}\n', r"a\.jsonl:1: an empty document; .* data\.skip_empty=true"),
         ("a.jsonl", b'{"a\\nb": "x"}\n', r"a\.jsonl:1: no text in data\.column=text; .* \(here: a b\)"),
