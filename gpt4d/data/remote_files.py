@@ -42,10 +42,9 @@ def listed(pattern: str, retry_s: float) -> tuple[Any, dict[str, dict]]:
         try:
             return system, {path: system.info(path)}
         except FileNotFoundError as error:  # of any answer but a file
-            cause: Any = error.__cause__
-            if cause is None or getattr(cause, "status", None) in (404, 410):
+            if error.__cause__ is None or _status(error.__cause__) in (404, 410):
                 return system, {}
-            raise cause from None
+            raise error.__cause__ from None
 
     with report_slow(f"{pattern}: waiting for the list of files"):
         return patiently(entries, pattern, retry_s)
@@ -96,20 +95,24 @@ def patiently(work: Callable[[], T], url: str, retry_s: float) -> T:
 
 def _may_pass(error: Exception) -> bool:
     """Return whether a later attempt may succeed: after a lost connection, a timeout, or a server's own error."""
-    status = getattr(error, "status", None)
-    if isinstance(status, int):  # 0 for an endless redirection
+    status = _status(error)
+    if status is not None:  # 0 for an endless redirection
         return status >= 500 or status in (408, 425, 429)
     if isinstance(error, _LASTING) or "Credentials" in type(error).__name__:
         return False
     return isinstance(error, OSError | EOFError) or type(error).__module__.partition(".")[0] in _OF_NETWORKS
 
 
+def _status(error: object) -> int | None:
+    """Return the status of a web server's answer in an exception of aiohttp or gcsfs; None if there is none."""
+    return next((code for name in ("status", "code") if isinstance(code := getattr(error, name, None), int)), None)
+
+
 def reason(error: Exception) -> str:
     """Return what has failed."""
-    status = getattr(error, "status", None)
     if "Redirect" in type(error).__name__:
         return "the server redirects without an end"
-    if isinstance(status, int) and status:
+    if status := _status(error):
         return f"the server answers {status} {responses.get(status, '')}".rstrip()
     if isinstance(error, TimeoutError):
         return f"the server has sent nothing for {_TIMEOUT_S:g} s"
@@ -192,7 +195,7 @@ class RemoteFile(io.RawIOBase):
             try:
                 file = asked(Range=f"bytes={self._offset}-")
             except Exception as error:
-                if getattr(error, "status", None) not in _NO_RANGES:
+                if _status(error) not in _NO_RANGES:
                     raise
                 self._ranges = False
         file = self._file = file or asked()

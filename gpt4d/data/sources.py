@@ -5,12 +5,13 @@ import importlib.util
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import xxhash
 
-from gpt4d.config import ConfigError, DataConfig
+from gpt4d.config import ConfigError, DataConfig, is_remote
 from gpt4d.data import hub
 from gpt4d.data.corpus_files import CorpusFile
 from gpt4d.data.remote_files import report_slow
@@ -73,7 +74,8 @@ def _fingerprint(file: CorpusFile, limit: int) -> tuple[int, str]:
     """Return the size of a file and a checksum of its content, or of 16 blocks of it if it exceeds ``limit`` bytes."""
     if file.tag:
         return file.size, file.tag
-    with report_slow(f"{file}: reading it to identify the corpus"), file.open() as content:
+    waiting = report_slow(f"{file}: reading it to identify the corpus") if is_remote(file.location) else nullcontext()
+    with waiting, file.open() as content:
         if file.size <= limit or not content.seekable():
             return file.size, checksum(content)
         block, sampled = max(1, limit // _BLOCKS), xxhash.xxh3_128()
