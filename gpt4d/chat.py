@@ -22,7 +22,7 @@ from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import ConfigError, asks_for_help, from_arguments, setting
 from gpt4d.data import tokenizers, transformers_tokenizer
 from gpt4d.data.chat_template import all_templates, limits, template_for
-from gpt4d.data.conversations import Conversation, Unread, parse, unread_keys
+from gpt4d.data.conversations import Conversation, Unread, parse, row_of, unread_keys
 from gpt4d.inference import inference_plan, trained_model
 from gpt4d.parallel.stage import Stage
 from gpt4d.runtime.consensus import run_on_rank0
@@ -291,7 +291,7 @@ def _conversation(line: str, location: str, unread: Unread) -> Conversation:
     if not line.startswith("{"):
         return Conversation([{"role": "user", "content": line}])
     try:
-        row = json.loads(line)
+        row = row_of(line, unread)
     except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{location}: invalid JSON ({one_line(error)}); use a text, or JSON with messages, in each line"

@@ -18,6 +18,7 @@ Unread = Counter[tuple[str, str]]  # number of rows, messages or parts, by one o
 ROWS = "rows that are not read"
 PARTS = "parts of messages that are not read"
 MESSAGES = "messages that the chat template does not name"  # before the template is known: of all messages
+REPEATED = "objects that occur again, whose last value is read"
 OTHER_ROLES = "messages without effect, as data.train_on=assistant"
 
 
@@ -62,6 +63,18 @@ class Conversation(NamedTuple):
     @classmethod
     def from_text(cls, text: str) -> "Conversation":
         return cls(*json.loads(text))
+
+
+def row_of(line: str, unread: Unread) -> Any:
+    """Return the value in a line of JSON. Raises ValueError, or RecursionError for deeply nested lists."""
+
+    def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            unread.update((REPEATED, key) for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        return found
+
+    return json.loads(line, object_pairs_hook=object_of)
 
 
 def unread_keys(unread: Unread, template: str | None, train_on: str) -> list[str]:

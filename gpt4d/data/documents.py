@@ -3,7 +3,6 @@
 import codecs
 import csv
 import io
-import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -163,7 +162,7 @@ def _json_rows(file: CorpusFile, config: DataConfig, unread: Unread) -> Iterator
         if not text.strip():
             continue
         try:
-            row = json.loads(text)
+            row = conversations.row_of(text, unread)
         except (ValueError, RecursionError) as error:  # also for very long numbers and deeply nested lists
             starts = number == 1 and text.lstrip().startswith(("{", "["))
             remedy = f"fix or remove the line{f'; or {_ONE_PER_LINE}' if starts else ''}"

@@ -242,6 +242,9 @@ def test_keys_that_are_not_read_are_named_once_with_their_number(config, tmp_pat
         "warning: data=chat: keys of parts of messages that are not read: cache (3)",
         "warning: data=chat: keys of rows that are not read: source (3)",
     ]
+    text = (tmp_path / "a.jsonl").read_text()
+    (tmp_path / "a.jsonl").write_text(text.replace('"source"', '"source": "r", "source"', 1))
+    first.insert(2, "warning: data=chat: keys of objects that occur again, whose last value is read: source (1)")
     prepare.prepare(config, tmp_path / "first")
     assert capfd.readouterr().err.splitlines() == first
     prepare.prepare(replace(config, chat_template=str(tmp_path / "own.jinja"), train_on="all"), tmp_path / "second")

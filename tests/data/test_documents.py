@@ -225,10 +225,10 @@ def test_whitespace_around_documents_is_kept_on_request(tmp_path):
 def test_a_row_that_memory_cannot_hold_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(JSON)
 
-    def loads(text, original=json.loads):
+    def loads(text, original=json.loads, **settings):
         if "drei" in text:
             raise MemoryError
-        return original(text)
+        return original(text, **settings)
 
     monkeypatch.setattr(json, "loads", loads)
     with one_line(r"a\.jsonl:1: out of memory while this row or the next one is read; split it into shorter"):
