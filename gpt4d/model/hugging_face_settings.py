@@ -21,6 +21,7 @@ _EVERY_FAMILY: dict[str, tuple] = {
     "is_causal": (True,),
     "per_layer_config": (None,),
     "attribute_map": (None,),
+    "configuration_files": (None,),
     "transformers_weights": (None,),
     "fusion_config": (None,),
 }

@@ -26,6 +26,7 @@ from tests.support.checkpoint_sources import (
     QWEN3_MOE,
     TOKENIZER_FILES,
     YARN,
+    change_config,
     save,
 )  # fmt: skip
 from tests.support.checkpoints import equal
@@ -91,6 +92,16 @@ def test_the_dtype_is_kept_and_files_of_transformers_5_are_exported_for_transfor
     assert json.loads((out / "tokenizer_config.json").read_text()) == {
         "tokenizer_class": "PreTrainedTokenizerFast", "additional_special_tokens": ["w2"], "eos_token": "</s>",
     }  # fmt: skip
+
+
+def test_an_export_in_another_dtype_says_so_in_both_names_of_the_setting(paths):
+    source, run, out = paths
+    save(source, MODEL)
+    change_config(source, dtype="float32", torch_dtype="float32")
+    importer.import_model(str(source), run)
+    exporter.export(Checkpoint.open(run), out, "bfloat16")
+    settings = json.loads((out / "config.json").read_text())
+    assert settings["dtype"] == settings["torch_dtype"] == "bfloat16"
 
 
 def printed_configurations(capsys):

@@ -221,6 +221,7 @@ OLDER = (
     "original_max_position_embeddings",
 )
 OLDER += "sliding_window_pattern", "torch_dtype", "num_labels", "attn_implementation", "per_layer_config"
+OLDER += ("configuration_files",)
 LAYERS = ["full_attention", "sliding_attention", "full_attention"]
 CHANGED: dict[str, list] = {
     "rope_scaling": [
@@ -256,6 +257,7 @@ CHANGED: dict[str, list] = {
     "per_layer_config": [{"0": {"rms_norm_eps": 0.5, "layer_norm_epsilon": 0.5}}, {}],
     "sliding_window_pattern": [2, 3, 0],
     "transformers_weights": ["other.safetensors"],
+    "configuration_files": [["config.5.0.0.json"]],
 }
 # Two keys at once: older files have these instead of rope_parameters, layer_types and num_key_value_heads.
 TOGETHER = [
@@ -318,7 +320,10 @@ def logits_of_run(run, model):
 
 @pytest.mark.parametrize(
     ("source", "some_keys"),
-    [("llama", ("rope_scaling", "is_causal", "transformers_weights")), *(full(name, None) for name in FAMILIES)],
+    [
+        ("llama", ("rope_scaling", "is_causal", "transformers_weights", "configuration_files")),
+        *(full(name, None) for name in FAMILIES),
+    ],
     indirect=["source"],
 )
 def test_a_model_with_any_changed_setting_computes_what_transformers_computes_or_is_refused(
@@ -329,6 +334,8 @@ def test_a_model_with_any_changed_setting_computes_what_transformers_computes_or
     directory.mkdir()
     for name in ("model.safetensors", "other.safetensors"):
         (directory / name).symlink_to(source / name)
+    other = json.dumps(values | dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon"), 0.5))
+    (directory / "config.5.0.0.json").write_text(other)
     changes_of_keys = changes_of(some_keys or keys_of(source, monkeypatch), values)
     for number, changes in enumerate([*changes_of_keys, *([] if some_keys else TOGETHER)]):
         given, run = changed(values, changes), tmp_path / f"run{number}"
