@@ -253,9 +253,9 @@ def _first_and_last(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Return the ids of the tokens that a tokenizer puts before and after a text."""
     if tokenizer.post_processor is None:
         return [], []
-    added = tokenizer.get_added_tokens_decoder().values()
-    for text in ("x", *(token.content for token in added), *itertools.islice(tokenizer.get_vocab(), 100)):
-        with suppress(Exception):  # a vocabulary of words may have no token for the text
+    added = (token.content for token in tokenizer.get_added_tokens_decoder().values())
+    for text in itertools.chain("x", added):
+        with suppress(Exception):  # a vocabulary of words may have no token for x
             encoding = tokenizer.encode(text)
             if 0 in encoding.special_tokens_mask:
                 own = encoding.special_tokens_mask.index(0)

@@ -70,7 +70,7 @@ def _prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
         prompt.encode()  # The library's error for half of a surrogate pair does not name it.
         ids = tokenizer.encode(prompt, verbose=False)
         unknown = tokenizers.unknown_counter(tokenizer.backend_tokenizer)(prompt, ids)
-        if unknown and unknown == len("".join(prompt.split())):
+        if unknown and not tokenizer.encode(prompt, add_special_tokens=False, verbose=False):
             raise ValueError("none of its characters is in the vocabulary")
     if unknown and dist.get_rank() == 0:
         print(f"WARNING: {unknown} characters or words of a prompt are not in the vocabulary", file=sys.stderr)

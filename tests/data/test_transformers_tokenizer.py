@@ -313,6 +313,7 @@ def test_a_tokenizer_that_cannot_encode_a_text_is_one_line(tmp_path, name):
     [
         (BPE, "ab cd\nba é", 3),
         (models.WordLevel({"ab": 0, "<u>": 1, "</s>": 2}, "<u>"), "ab cd ba", 2),
+        (models.Unigram([("<u>", 0.0), ("ab", -1.0), ("</s>", -2.0)], 0), "abcd ab", 1),
         (None, "é 語 🙂", 0),
     ],
 )
