@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -254,13 +254,16 @@ def _first_and_last(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     if tokenizer.post_processor is None:
         return [], []
     added = (token.content for token in tokenizer.get_added_tokens_decoder().values())
-    for text in itertools.chain("x", added):
-        with suppress(Exception):  # a vocabulary of words may have no token for x
+    for text in itertools.chain("x", added):  # a vocabulary of words may have no token for x
+        try:
             encoding = tokenizer.encode(text)
-            if 0 in encoding.special_tokens_mask:
-                own = encoding.special_tokens_mask.index(0)
-                stop = len(encoding.ids) - encoding.special_tokens_mask[::-1].index(0)
-                return encoding.ids[:own], encoding.ids[stop:]
+        except BaseException as error:
+            if not _of_library(error):
+                raise
+            continue
+        own = encoding.special_tokens_mask
+        if 0 in own:
+            return encoding.ids[: own.index(0)], encoding.ids[len(own) - own[::-1].index(0) :]
     return [], []
 
 

@@ -15,6 +15,7 @@ from gpt4d.data.sampler import DocumentSequences, Sequences
 from gpt4d.data.sources import is_held_out
 from gpt4d.dry_run import report
 from gpt4d.validation import validate
+from tests.support.chat import write_tokenizer
 from tests.support.data_files import END, blend_of, documents_of, one_line, random_documents, write
 from tests.support.grids import full, metric_lines, train_in_rank
 from tests.support.rank_pool import RankFailure
@@ -66,6 +67,18 @@ def test_rows_count_the_documents_that_end_before_a_token(config, tmp_path, end)
         distinct = np.unique(numbers[start : start + 40], return_inverse=True)[1]
         assert row[2].tolist() == distinct.tolist()  # an empty document has no number
     assert samples.counts(np.arange(5)) == (200, 200)
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_the_first_document_shows_whether_documents_begin_with_the_first_token(config, tmp_path, begins):
+    source = write_tokenizer(tmp_path / "tokenizer", first=["<|im_end|>"])
+    first = tokenizers.read(source / "tokenizer.json").token_to_id("<|im_end|>")
+    prefix = write(tmp_path / "a", [[*[first] * begins, 5, 6, 7]] * 20)
+    config = replace(config, path=prefix, tokenizer=str(source))
+    for chosen in (None, begins):
+        assert prepare.corpus(replace(config, begin_of_text=chosen)).first.first_tokens == [first] * begins
+    with one_line(r"data\.begin_of_text=.*: the documents in .* begin"):
+        prepare.corpus(replace(config, begin_of_text=not begins))
 
 
 def test_the_files_are_mapped_and_the_second_start_does_not_read_them(config, tmp_path, monkeypatch):

@@ -15,9 +15,9 @@ from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.data import tokenizers, transformers_tokenizer
 from gpt4d.task import language
 from gpt4d.task.task import GenerateConfig
-from tests.support.chat import user
+from tests.support.chat import user, write_tokenizer
 from tests.support.evaluation_models import imported, shared_model
-from tests.support.grids import train_in_rank
+from tests.support.grids import metric_lines, train_in_rank
 from tests.support.rank_pool import RankFailure
 
 
@@ -96,3 +96,14 @@ def test_a_run_keeps_its_first_token_or_its_lack_of_one_in_resumes_prompts_and_e
         text.write_text("The people of every state. " * 200)
         further = [f"checkpoint.init={run}", f"data.path={text}", f"run.dir={run}2", "train.steps=1"]
         assert remark in train(tiny(*common[:-1], *further))[0]
+
+
+def test_a_stream_begins_documents_as_prepared_token_files_do(ranks, tiny, tmp_path):
+    tokenizer, losses = write_tokenizer(tmp_path / "tokenizer", first=["<|im_start|>"]), set()
+    for stream, begins in ((False, None), (True, None), (True, False)):
+        given = f"data.stream={stream}", f"data.begin_of_text={'null' if begins is None else begins}"
+        where = f"data.tokenizer={tokenizer}", f"run.dir={tmp_path}/{stream}{begins}"
+        config = tiny(*given, *where, "data.shuffle=false", "train.steps=1")
+        ranks.run(1, train_in_rank, config)
+        losses.add(metric_lines(config.run.dir)[0]["loss"])
+    assert len(losses) == 2
