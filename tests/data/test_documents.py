@@ -178,6 +178,7 @@ def test_errors_name_the_file_the_line_and_a_remedy(tmp_path, name, content, mes
         ("a.jsonl.bz2", bz2.compress(JSON[:9]) + bz2.compress(JSON[9:]) + bytes(8)),
         ("a.jsonl", b'{"text": null}\n\n{"text": ""}\n' + JSON),
     ],
+    ids=itertools.count(),
 )
 def test_suffixes_of_any_case_blank_lines_marks_and_padding_add_no_text(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
