@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from gpt4d.data import parts
-from gpt4d.files import FileEntry
+from gpt4d.files import FileEntry, read_regular
 from gpt4d.runtime.consensus import all_gather_json, run_on_all_ranks, run_on_rank0
 from gpt4d.writing import replace_file, required_file
 
@@ -60,7 +60,7 @@ def _verified(path: Path, entry: FileEntry) -> State:
 def _read(record: Path) -> dict[str, State]:
     """Return the states of verified files by path; empty for a missing or damaged record."""
     with suppress(OSError, ValueError, TypeError, RecursionError):
-        return dict(json.loads(record.read_bytes()))
+        return dict(json.loads(read_regular(record)))
     return {}
 
 
