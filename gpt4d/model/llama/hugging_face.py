@@ -110,11 +110,10 @@ def documents(config: LlamaConfig, source: Mapping[str, Any]) -> dict[str, dict[
     if source and FAMILY.changed_positions(config_from_hf(config.name, values), config):
         values.pop("original_max_position_embeddings", None)
         values |= {"max_position_embeddings": config.max_positions, "rope_parameters": rope, **older}
-    # transformers 5 prefers rope_scaling to rope_parameters, but has no rope_theta there.
-    return {
-        "config.json": values
-        | {k: v for k, v in older.items() if k not in values or (k == "rope_theta" and values[k] != v)}
-    }
+    added = {key: value for key, value in older.items() if key not in values}
+    if values.get("rope_theta") != rope["rope_theta"]:  # transformers 5 reads it if there is a rope_scaling
+        added["rope_theta"] = rope["rope_theta"]
+    return {"config.json": values | added}
 
 
 def hf_config(config: LlamaConfig) -> "PretrainedConfig":
@@ -169,7 +168,7 @@ def read_settings(source: str, values: Mapping[str, Any], full_attention: bool =
     Args:
         source: the beginning of messages.
         values: all settings of a family of transformers.
-        full_attention: whether the attention of all blocks must be that of a Llama.
+        full_attention: whether all blocks must have the attention and the rotary positions of a Llama.
     """
     kind = values["model_type"]
     required = {
