@@ -64,7 +64,7 @@ def ids_of(
         text = tokenizer.apply_chat_template(
             [*messages], tools=tools, chat_template=template, tokenize=False, add_generation_prompt=True
         )
-    with tokenizers.one_line_errors(f"{location}: the tokenizer cannot encode it (%s); write other messages"):
+    with tokenizers.library_errors(f"{location}: the tokenizer cannot encode it (%s); write other messages"):
         return tokenizer.encode(text, add_special_tokens=False, verbose=False)  # without a warning about the length
 
 

@@ -110,7 +110,7 @@ class ChatEncoder:
         """
         with limits(location):
             text, spans = self._rendered(conversation, location)
-        with tokenizers.one_line_errors(f"{location}: the tokenizer cannot encode the rendered conversation (%s)"):
+        with tokenizers.library_errors(f"{location}: the tokenizer cannot encode the rendered conversation (%s)"):
             text.encode()  # The library's error for half of a surrogate pair does not name it.
             encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
             unknown = self._unknown(text, encoding.ids)

@@ -74,7 +74,7 @@ class Encoding(NamedTuple):
 
         def encode(document: Document) -> Encoded:
             problem = f"{document.location}: the tokenizer cannot encode the text (%s); use another data.tokenizer"
-            with tokenizers.one_line_errors(problem):
+            with tokenizers.library_errors(problem):
                 ids = tokenizers.encode(tokenizer, document.text)
                 unknown = count(document.text, ids)
                 if unknown and not ids:

@@ -161,7 +161,7 @@ def parse(files: Mapping[str, bytes], where: object) -> Tokenizer:
 
     Raises ConfigError, which names its directory ``where``, if it is damaged.
     """
-    with one_line_errors(f"{where}/{FILE}: not a usable tokenizer (%s); restore the file"):
+    with library_errors(f"{where}/{FILE}: not a usable tokenizer (%s); restore the file"):
         return complete(Tokenizer.from_buffer(files[FILE]))
 
 
@@ -175,7 +175,7 @@ def complete(tokenizer: Tokenizer) -> Tokenizer:
 
 
 @contextmanager
-def one_line_errors(message: str) -> Iterator[None]:
+def library_errors(message: str) -> Iterator[None]:
     """Raise ConfigError for an error of the library in the body. ``message``: its text, with %s for the cause."""
     try:
         yield
@@ -292,7 +292,7 @@ def with_first_tokens(files: Mapping[str, bytes], ids: list[int], where: object)
     first, last = _first_and_last(tokenizer)
     if first == ids:
         return dict(files)
-    with one_line_errors(f"{where}/{FILE}: its vocabulary lacks one of the tokens {ids} (%s); restore the file"):
+    with library_errors(f"{where}/{FILE}: its vocabulary lacks one of the tokens {ids} (%s); restore the file"):
         names = {token: tokenizer.id_to_token(token) for token in (*ids, *last)}
         tokenizer.post_processor = processors.TemplateProcessing(
             single=[*(names[token] for token in ids), "$A", *(names[token] for token in last)],
@@ -363,15 +363,15 @@ def unknown_counter(tokenizer: Tokenizer) -> Callable[[str, list[int]], int]:
     Its arguments are a text and its ids. White space is not counted.
     """
     vocabulary, model = tokenizer.get_vocab(), tokenizer.model
+    has_bytes = vocabulary.keys() >= {*pre_tokenizers.ByteLevel.alphabet()}
+    if isinstance(model, models.BPE) and (has_bytes or (model.byte_fallback and "<0x00>" in vocabulary)):
+        return lambda text, ids: 0
     unknown = vocabulary.get(str(getattr(model, "unk_token", None)))
     if isinstance(model, models.Unigram):
         state = json.loads(model.__getstate__())
         unknown = None if state["byte_fallback"] else state["unk_id"]
     if not isinstance(model, models.BPE) or unknown is not None:
         return lambda text, ids: ids.count(-1 if unknown is None else unknown)
-    if vocabulary.keys() >= {*pre_tokenizers.ByteLevel.alphabet()} or (model.byte_fallback and "<0x00>" in vocabulary):
-        return lambda text, ids: 0
-
     prefix, suffix = model.continuing_subword_prefix or "", model.end_of_word_suffix or ""
     normalizer, splitter = tokenizer.normalizer, tokenizer.pre_tokenizer
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]

@@ -80,7 +80,7 @@ def load(files: Mapping[str, bytes], checkpoint: object, max_length: int | None 
     from transformers import AutoTokenizer
 
     damaged = f"{checkpoint}: transformers cannot read the files of the tokenizer (%s); restore them"
-    with tempfile.TemporaryDirectory() as directory, tokenizers.one_line_errors(damaged):
+    with tempfile.TemporaryDirectory() as directory, tokenizers.library_errors(damaged):
         write(tokenizer, files, Path(directory), max_length)
         for name in {_MODEL_SETTINGS, tokenizers.SETTINGS} & files.keys():  # unchanged: they decide the class
             (Path(directory) / name).write_bytes(files[name])

@@ -44,7 +44,7 @@ class Harness(TemplateLM):
         if add_special_tokens is None and has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
             add_special_tokens = False
         settings = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        with tokenizers.one_line_errors("tasks=…: the tokenizer cannot encode a text (%s); leave out its task"):
+        with tokenizers.library_errors("tasks=…: the tokenizer cannot encode a text (%s); leave out its task"):
             return self.tokenizer.encode(string, **settings)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:

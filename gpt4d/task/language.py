@@ -66,7 +66,7 @@ def _prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
 
     Prints a warning on rank 0 for characters that are not in the vocabulary.
     """
-    with tokenizers.one_line_errors("prompt=…: the tokenizer cannot encode it (%s); use another text"):
+    with tokenizers.library_errors("prompt=…: the tokenizer cannot encode it (%s); use another text"):
         prompt.encode()  # The library's error for half of a surrogate pair does not name it.
         ids = tokenizer.encode(prompt, verbose=False)
         unknown = tokenizers.unknown_counter(tokenizer.backend_tokenizer)(prompt, ids)

@@ -123,7 +123,7 @@ def compare(source, directory, refused=False, splits=False):
     if refused or expected is None:
         with one_line("not a usable tokenizer|cannot encode"):
             files, loaded = ours(source)
-            with tokenizers.one_line_errors("cannot encode: %s"):
+            with tokenizers.library_errors("cannot encode: %s"):
                 loaded.encode(TEXTS[0])
         return
     files, loaded = ours(source)
