@@ -22,10 +22,8 @@ class MlflowTracker:
             os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # read when mlflow is imported
         from mlflow import MlflowClient
 
-        for name in (
-            "mlflow",
-            "alembic",
-        ):  # a line per table of a new database, and tracebacks of errors that it raises
+        # They print a line per table of a new database, and tracebacks of errors that they raise.
+        for name in ("mlflow", "alembic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
         directory, project = (run_dir / "mlflow").absolute(), config.logging.project
         if offline:
