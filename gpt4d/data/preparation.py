@@ -38,11 +38,12 @@ REPORT_INTERVAL_S = 2.0
 
 def identity_of(config: DataConfig) -> str:
     """Return a hash of the corpus, the settings and all other inputs of the token files."""
-    tokenizer = sorted(tokenizers.from_config(config).items()) if config.tokenizer else config.tokenizer_vocab
+    files = tokenizers.from_config(config) if config.tokenizer else {}
+    tokenizer = sorted(files.items()) if files else config.tokenizer_vocab
     facts: tuple = (tokens.FORMAT, documents.identity(config), tokenizer, config.validation_fraction)
     if config.source == "chat":
         facts += (config.train_on, conversations.READ)
-    elif config.tokenizer and (first := _first_tokens(config, tokenizers.from_config(config))):
+    elif files and (first := _first_tokens(config, files)):
         facts += (first,)
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 

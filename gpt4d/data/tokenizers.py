@@ -197,7 +197,7 @@ def _as_in_transformers(files: Mapping[str, bytes], model: Path) -> dict[str, by
     """
     from gpt4d.data import transformers_tokenizer
 
-    settings = dict(json.loads(files[SETTINGS]))
+    own, settings = complete(Tokenizer.from_buffer(files[FILE])), dict(json.loads(files[SETTINGS]))
     if "fast_tokenizer_files" in settings:
         raise ValueError(f"fast_tokenizer_files of {SETTINGS} names other files; save it again with transformers 5")
     found = transformers_tokenizer.load(files, ".")
@@ -206,7 +206,7 @@ def _as_in_transformers(files: Mapping[str, bytes], model: Path) -> dict[str, by
         if type(found) is not alone:
             text = json.dumps({**settings, "tokenizer_class": type(found).__name__}, indent=2, ensure_ascii=False)
             files = {**files, SETTINGS: text.encode()}
-    own, theirs = parse(files, "."), found.backend_tokenizer
+    theirs = found.backend_tokenizer
     if _first_and_last(own) == _first_and_last(theirs):
         theirs.post_processor = own.post_processor  # transformers replaces null by one that adds no token
     changed = own.to_str() != theirs.to_str()
