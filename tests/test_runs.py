@@ -277,7 +277,7 @@ SAMPLED += [("config.yaml", "bomb"), ("config.yaml", "FIFO"), ("config.yaml", "n
 
 
 @pytest.mark.parametrize("cases", [SAMPLED, full([*itertools.product(FILES, DAMAGES)])], ids=["sampled", "all"])
-def test_a_damaged_run_is_a_row_with_its_reason(two_runs, capsys, cases):
+def test_a_damaged_run_is_a_row_with_its_reason(two_runs, capsys, monkeypatch, cases):
     good, found = two_runs / "sweep/lr=0.1", {}
     for file, name in cases:
         bad = two_runs / f"bad/{file} {name}"
@@ -297,7 +297,8 @@ def test_a_damaged_run_is_a_row_with_its_reason(two_runs, capsys, cases):
         assert intact or row["problem"].startswith(reason), run
         with suppress(ConfigError):
             main(["plot", run, f"out={two_runs / 'a.png'}"] if file == "metrics.jsonl" else ["diff", str(good), run])
-    main([str(two_runs / "bad")])
+    monkeypatch.chdir(two_runs)  # so that the lines of the table are short
+    main(["bad"])
     assert "unreadable" in (out := capsys.readouterr().out) and "\\udcff\\x1b[31m" in out
 
 

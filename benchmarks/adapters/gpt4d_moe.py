@@ -33,7 +33,8 @@ class GivenRouterSpec(RouterSpec):
         logits_TE = LogitsFunction.apply(x_TH, layer.weight)
         if layer.context.grid.y.size > 1:
             (logits_TE,) = await exchanged((logits_TE, Summed(layer.context.grid.y)))
-        return Routing(ExpertWeightsFunction.apply(logits_TE, experts_TK, None, self, layer.weights), experts_TK)
+        weights_TK = ExpertWeightsFunction.apply(logits_TE, experts_TK, None, None, self, layer.weights)
+        return Routing(weights_TK, experts_TK)
 
 
 @dataclass(frozen=True)

@@ -75,9 +75,9 @@ def content(message):
 def encoders(tmp_path_factory):
     """Return encoders of conversations, the first with a template with marks, and the tokenizer of transformers."""
     directory = write_tokenizer(tmp_path_factory.mktemp("fuzz") / "tokenizer", MARKED)
-    files = tokenizers.companions(directory)
+    files = tokenizers.companions(directory) | {"tokenizer.json": (directory / "tokenizer.json").read_bytes()}
     ours = [
-        ChatEncoder(tokenizers.read(directory / "tokenizer.json"), files | {tokenizers.TEMPLATE: template.encode()}, on)
+        ChatEncoder(files | {tokenizers.TEMPLATE: template.encode()}, directory, on)
         for template, on in ((MARKED, "assistant"), (TEMPLATE, "assistant"), (TEMPLATE, "all"))
     ]
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"), eos_token="<|im_end|>")
@@ -117,7 +117,7 @@ def check_conversation(found, text, unread, encoders):
     expected = theirs.apply_chat_template(read.messages, return_assistant_tokens_mask=True)
     excluded = any(not message.get(flag, 1) for message in read.messages for flag in FLAGS)
     empty = any(message["role"] == "assistant" and not content(message).strip() for message in read.messages)
-    assert all(each == expected["input_ids"] for each, _ in encoded)
+    assert all(each == expected["input_ids"] for each, _, _ in encoded)
     if column and not excluded:
         assert mask.astype(int).tolist() == [0, *expected["assistant_masks"][1:]]
     assert empty or mask.tolist() == encoded[1][1].tolist()
