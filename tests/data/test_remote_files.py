@@ -227,7 +227,7 @@ def test_rows_are_complete_although_a_server_fails(faulty, capfd, monkeypatch, f
         monkeypatch.setattr(remote_files, "_TIMEOUT_S", 0.5)
     url, answered = faulty(faults, ranges)
     assert texts(url) == [row["text"].strip() for row in ROWS]
-    assert f"warning: {url}: " in capfd.readouterr().err and len(answered) >= len(faults)
+    assert f"warning: {url}: " in capfd.readouterr().err and len(answered) > min(len(faults), 2)
     if ranges != "kept":
         assert {*answered} == {0}
     elif faults in (["short"], ["stall"]):  # a lost connection also loses what has arrived
