@@ -15,9 +15,9 @@ from gpt4d import activity
 
 _FLUSH_BYTES = 64 << 20  # bytes between two flushes, so that a flush is short on a slow disk and progress is visible
 _flush = getattr(os, "fdatasync", os.fsync)  # macOS lacks fdatasync
-_LARGEST = 1e100  # of a number in a log
+_LARGEST = 1e100  # limit of numbers in a log
 _NUMBER, _NONE = (int, float), type(None)
-_TYPES: Mapping[str, tuple[type, ...]] = {  # of the keys of logs that gpt4d itself reads
+_TYPES: Mapping[str, tuple[type, ...]] = {  # types of the keys of logs that gpt4d itself reads
     **dict.fromkeys(("time", "elapsed_s", "tokens", "samples", "images"), _NUMBER),
     **dict.fromkeys(("loss", "step_time_s", "_per_s"), (*_NUMBER, _NONE)),
     **dict.fromkeys(("step", "start"), (int,)),

@@ -332,7 +332,7 @@ class Trainer:
         partial = self._curve.with_name("loss.partial.png")  # the end of a failed job may cut off the plot
         try:
             with optional_file(self._curve):
-                partial.unlink(missing_ok=True)  # a FIFO of this name would block
+                partial.unlink(missing_ok=True)  # a FIFO of this name blocks
                 # The history reads only new lines, so the time for a plot does not grow with the run.
                 self.history = self.history or History(self.run_dir)
                 self.history.update()

@@ -34,7 +34,7 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
     "bias": ("none",),
-    "init_lora_weights": (True, False, "gaussian"),  # the others change the weights of the model
+    "init_lora_weights": (True, False, "gaussian"),  # further kinds change the weights of the model
     "layers_to_transform": (None,),  # false is the first layer
     "rank_pattern": ({},),
     "alpha_pattern": ({},),

@@ -23,7 +23,7 @@ def adapter_of(family: Family) -> HuggingFaceAdapter:
 
 
 def read_json(source: str, path: Path) -> dict[str, Any]:
-    """Return a JSON object in a file. Raises ConfigError, whose message begins with ``source``, if there is none."""
+    """Return a JSON object in a file. Raises ConfigError for a damaged file; ``source`` begins its message."""
     if path.exists() and not path.is_file():  # Opening a pipe blocks.
         raise ConfigError(f"{source}: {path.name} is not a regular file; use another copy of the model")
     try:

@@ -15,7 +15,7 @@ Environment = Mapping[str, str]
 
 _TORCH_PORT = 29500  # the default of torchrun
 LARGEST_PORT = 65535
-_LARGEST_ID = 10**12  # of a job or of a step
+_LARGEST_ID = 10**12  # largest id of a job or of a step
 _FIRST_PORT, _PORTS = 20000, 12000  # below the kernel's ephemeral ports
 _RESTART_PORTS = 4999  # distance between the ports of a Slurm job's starts; not a multiple of the jobs' distance, 64
 

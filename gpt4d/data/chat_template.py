@@ -16,7 +16,7 @@ from gpt4d.data import tokenizers, transformers_tokenizer
 from gpt4d.data.conversations import ASSISTANT, Conversation, has_loss
 from gpt4d.runtime.errors import one_line
 
-TIME_LIMIT_S = 10.0  # of the template, for a conversation
+TIME_LIMIT_S = 10.0  # maximum time of a template for a conversation
 MOST_CHARACTERS = 1 << 24
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]  # begin and end of a part of a text, in characters

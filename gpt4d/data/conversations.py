@@ -9,7 +9,7 @@ from gpt4d.config import ConfigError
 from gpt4d.runtime.errors import one_line
 
 ASSISTANT = "assistant"
-READ = "weights, parts and tools as texts"  # of a row; part of the identity of prepared conversations
+READ = "weights, parts and tools as texts"  # the read parts of a row, in the identity of prepared conversations
 # Names of the speakers in ShareGPT's format, and their roles.
 _SPEAKERS = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bing": ASSISTANT, "bard": ASSISTANT}
 # Keys of a message that decide whether it has a loss: OpenAI's, axolotl's (two) and ms-swift's.

@@ -122,7 +122,7 @@ def _decompress_zstd(file: io.BufferedReader) -> Iterator[bytes]:
 
 
 def _in_pieces(frame: Any, content: bytes) -> Iterator[bytes]:
-    """Yield what a decompressor of lzma or bz2 makes of ``content``, in pieces of limited size."""
+    """Yield the decompressed ``content`` in pieces of limited size. ``frame``: a decompressor of lzma or bz2."""
     yield frame.decompress(content, _PIECE_BYTES)
     while not (frame.eof or frame.needs_input):
         yield frame.decompress(b"", _PIECE_BYTES)

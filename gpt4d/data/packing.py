@@ -90,7 +90,7 @@ class PackedSequences:
         parts = [np.add.reduceat(part, starts, dtype=np.int64) for part, starts in self._parts()]
         trained = np.concatenate([np.empty(0, np.int64), *parts])
         sequences = np.repeat(np.arange(self.count), np.diff(self.bounds))
-        self._counts = np.zeros((self.count, 2), np.int64)  # of each sequence: tokens with a loss, and without padding
+        self._counts = np.zeros((self.count, 2), np.int64)  # tokens of each sequence: with a loss, and without padding
         np.add.at(self._counts, sequences, np.stack((trained, lengths), 1)[self.documents])
         self._counts[:, 1] = self._counts[:, 1].clip(max=length)
         self.order = Order(self.count, seed, shuffle)

@@ -104,12 +104,12 @@ def _may_pass(error: Exception) -> bool:
 
 
 def _status(error: object) -> int | None:
-    """Return the status of a web server's answer in an exception of aiohttp or gcsfs; None if there is none."""
+    """Return the status of a web server's answer in an exception of aiohttp or gcsfs; None without an answer."""
     return next((code for name in ("status", "code") if isinstance(code := getattr(error, name, None), int)), None)
 
 
 def reason(error: Exception) -> str:
-    """Return what has failed."""
+    """Return a description of the failure."""
     if "Redirect" in type(error).__name__:
         return "the server redirects without an end"
     if status := _status(error):

@@ -358,7 +358,7 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def unknown_counter(tokenizer: Tokenizer) -> Callable[[str, list[int]], int]:
-    """Return a function that counts what is not in the vocabulary: dropped characters, or unknown tokens.
+    """Return a function that counts dropped characters or unknown tokens, which are not in the vocabulary.
 
     Its arguments are a text and its ids. White space is not counted.
     """

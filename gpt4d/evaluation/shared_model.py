@@ -54,7 +54,7 @@ class SharedModel:
                 self._asked.put(None)
             except Exception as error:
                 self._asked.put(error)
-            except BaseException as error:  # SystemExit, which would end only this thread
+            except BaseException as error:  # SystemExit ends only this thread
                 self._asked.put(RuntimeError(repr(error)))
 
         if dist.get_rank() == 0:

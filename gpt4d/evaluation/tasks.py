@@ -99,7 +99,7 @@ class Tasks:
     def _one_line(self, done: str) -> Iterator[None]:
         """Raise a ConfigError for any exception of the body: the harness and its tasks raise all kinds.
 
-        SystemExit is one of them, because a task can call sys.exit.
+        They include SystemExit, because a task can call sys.exit.
         """
         try:
             yield

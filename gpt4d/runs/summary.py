@@ -64,7 +64,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.history = History(self.path)
-        self.settings: dict[str, Any] = {}  # of the newest start by key; empty before the first start
+        self.settings: dict[str, Any] = {}  # values of the newest start by key; empty before the first start
         self._read_at: float | None = None  # time of the config.yaml with these settings
         self._unreadable: str | None = None  # why it cannot be read
         self.update()

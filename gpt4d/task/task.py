@@ -114,7 +114,7 @@ class Task(Protocol):
     def counts(self, first_sample: int) -> "Counts":
         """Return the global numbers of units of the global batch that begins with sample ``first_sample``.
 
-        The loss is divided by the number of ``trained`` units, and the losses of routers by that of ``unpadded`` ones.
+        The number of ``trained`` units divides the loss, and the number of ``unpadded`` units the losses of routers.
         """
 
     @property

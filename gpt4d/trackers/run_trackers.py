@@ -118,7 +118,7 @@ class _Sender:
             for call in iter(self._calls.get, None):
                 call(self._tracker)
             self._tracker.close()
-        except BaseException as error:  # also SystemExit, which would end this thread without a word
+        except BaseException as error:  # also SystemExit, which ends a thread without a message
             problem = " ".join(f"{type(error).__name__}: {error}".split())
             warn(f"{self.name}: {problem}; nothing more is logged to it, and {_KEPT}")
 

@@ -55,7 +55,7 @@ def to_diffusers(config: UNetConfig) -> dict[str, Any]:
 def from_diffusers(source: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return gpt4d's settings for a ``scheduler_config.json``. Raises ConfigError for an unsupported diffusion.
 
-    The samples are those of a DDIMScheduler with these settings, also for a DDPMScheduler.
+    The samples equal the samples of a DDIMScheduler with these settings, also for a DDPMScheduler.
     """
     check_supported(source, values, _SUPPORTED, _FILE)
     steps = values.get("num_train_timesteps", 1000)
