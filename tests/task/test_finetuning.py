@@ -133,18 +133,21 @@ def mixture_step(config, world_size, state):
     return found, totals[:, : config.model.experts]
 
 
+MIXTURE_PLANS = [
+    (1, "train.micro_batch_size=2 train.activation_checkpointing=full "),
+    (4, "parallel.gx=2 parallel.gz=2 parallel.sequence_parallel=true parallel.chunks=2 "),
+    (2, "parallel.gy=2 train.activation_checkpointing=selective "),
+    (2, "parallel.pipeline.stages=2 parallel.pipeline.microbatches=4 "),
+    (4, "parallel.gz=4 parallel.context=2 "),
+]
+EXAMPLES = f"data.path={CONVERSATIONS} train.seq_len=384 model.max_positions=384 train.batch_size=8"
+
+
 @pytest.mark.parametrize(
-    ("devices", "plan"),
-    [
-        (1, "train.micro_batch_size=2 train.activation_checkpointing=full"),
-        (4, "parallel.gx=2 parallel.gz=2 parallel.sequence_parallel=true parallel.chunks=2"),
-        full(2, "parallel.gy=2 train.activation_checkpointing=selective"),
-        full(2, "parallel.pipeline.stages=2 parallel.pipeline.microbatches=4"),
-        full(4, "parallel.gz=4 parallel.context=2"),
-    ],
+    ("devices", "words"), MIXTURE_PLANS[:2] + [full(devices, plan + EXAMPLES) for devices, plan in MIXTURE_PLANS]
 )
-def test_losses_of_routers_are_means_over_the_tokens_of_conversations(ranks, tiny, overrides, devices, plan):
-    config = tiny(*overrides, *MIXTURE, *plan.split())
+def test_losses_of_routers_are_means_over_the_tokens_of_conversations(ranks, tiny, overrides, devices, words):
+    config = tiny(*overrides, *MIXTURE, *words.split())
     model, files = library_model(config.model), prepared(config.data).first
     packed = PackedSequences(files, "train", config.train.seq_len, config.train.seed, shuffle=True)
     logits, total, trained = [], 0, 0
