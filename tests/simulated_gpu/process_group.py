@@ -53,6 +53,9 @@ class SimulatedGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return "simulated"
 
+    def _get_backend(self, device):
+        return self  # torch 2.15 asks it whether it joins messages; it does not
+
     def _start(
         self, name: str, sent: list[torch.Tensor], received: list[torch.Tensor], ratio: float | None = 1
     ) -> Work | _Finished:
