@@ -4,6 +4,7 @@ import copy
 import inspect
 import json
 import os
+import random
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
@@ -144,6 +145,23 @@ def test_adapters_with_any_changed_setting_compute_what_peft_computes_or_are_ref
                 wrong.append((key, value))
     assert not wrong
     assert keys or equal >= {*every}, "the default of each setting is imported"
+
+
+@pytest.mark.parametrize("seed", [0, *map(full, range(1, 20))], ids=str)
+def test_damaged_adapters_compute_what_peft_computes_or_are_one_line(base, saved, tmp_path, seed):
+    print("seed", seed)
+    draw = random.Random(seed)
+    for _ in range(30):
+        for file in saved.glob("adapter_*"):
+            content = bytearray(file.read_bytes())
+            for _ in range(draw.randrange(3)):
+                place = draw.randrange(min(len(content), 2000))
+                content[place : place + draw.randrange(3)] = draw.choice([b"", b"0", b'"', b",", draw.randbytes(1)])
+            (tmp_path / file.name).write_bytes(content)
+        ours = imported(lambda: with_adapters(base, tmp_path))
+        if ours is not None:
+            theirs = peft.PeftModel.from_pretrained(copy.deepcopy(base[0]), tmp_path).eval()(IDS).logits
+            assert not theirs.isfinite().all() or torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

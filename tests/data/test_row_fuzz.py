@@ -11,6 +11,7 @@ from gpt4d.data import tokenizers
 from gpt4d.data.chat_template import ChatEncoder
 from gpt4d.data.conversations import MESSAGES, OTHER_ROLES, PARTS, ROWS, Conversation, Unread
 from gpt4d.data.documents import documents
+from gpt4d.task.generation import prompt_lines
 from tests.support.chat import MARKED, TEMPLATE, assistant, user, write_tokenizer
 from tests.support.grids import full
 
@@ -145,3 +146,13 @@ def test_random_rows_are_read_completely_or_are_one_line(tmp_path, encoders, see
                 outcomes["line"] += 1
             assert {kind for kind, _ in unread} <= {ROWS, MESSAGES, PARTS, OTHER_ROLES}
     assert min(outcomes.values()) > 50, outcomes
+
+
+@pytest.mark.parametrize("seed", [0, *map(full, range(1, 20))], ids=str)
+def test_random_files_of_prompts_have_the_lines_of_python(tmp_path, seed):
+    draw, path = random.Random(seed), tmp_path / "prompts"
+    for _ in range(100):
+        text = "".join(draw.choices("\n\n\r\x0b\x0c\x1c\x1e\x85\u2028\u2029\ufeffa é", k=draw.randrange(20)))
+        path.write_bytes(text.encode())
+        with open(path, encoding="utf-8-sig", newline="\n") as lines:
+            assert prompt_lines(str(path)) == [line.removesuffix("\n").removesuffix("\r") for line in lines]
