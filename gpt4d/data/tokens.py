@@ -219,7 +219,7 @@ class TokenFiles:
                 else f"the documents begin without {names}, which the tokenizer puts before a text"
             )
         if unknown := self.header.get("unknown"):
-            yield f"WARNING: {unknown:,} characters or words are not in the tokenizer's vocabulary"
+            yield f"warning: {unknown:,} characters or words are not in the tokenizer's vocabulary"
 
     def tokens(self, split: str) -> Tokens:
         return self._mapped(split, "tokens", self.header["dtype"], self.header["vocabulary"])

@@ -2,7 +2,6 @@
 
 import math
 import socket
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
@@ -41,6 +40,7 @@ from gpt4d.task.generation import continuations, continued, prompt_lines
 from gpt4d.task.reading import ReadingTask
 from gpt4d.task.source_losses import SourceLosses
 from gpt4d.task.task import Artifact, GenerateConfig, Sampling
+from gpt4d.writing import warn
 
 _PROMPT_OF_SPEECHES = "My fellow citizens,"
 _PROMPT_TOKENS = 16
@@ -73,7 +73,7 @@ def _prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
         if unknown and not tokenizer.encode(prompt, add_special_tokens=False, verbose=False):
             raise ValueError("none of its characters is in the vocabulary")
     if unknown and dist.get_rank() == 0:
-        print(f"WARNING: {unknown} characters or words of a prompt are not in the vocabulary", file=sys.stderr)
+        warn(f"{unknown} characters or words of a prompt are not in the vocabulary")
     return ids
 
 

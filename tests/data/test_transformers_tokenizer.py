@@ -310,7 +310,7 @@ def test_characters_and_words_outside_the_vocabulary_are_counted_in_a_warning(tm
     (tmp_path / "a.txt").write_text(text)
     config = DataConfig("words", "text", str(tmp_path / "a.txt"), tokenizer=str(path), tokenizer_vocab=None)
     files = prepare.prepare(replace(config, processes=1, validation_fraction=0.0), tmp_path / "out")
-    warnings = [f"WARNING: {count} characters or words are not in the tokenizer's vocabulary"] if count else []
+    warnings = [f"warning: {count} characters or words are not in the tokenizer's vocabulary"] if count else []
     assert [*files.remarks()] == warnings
 
 
