@@ -170,7 +170,7 @@ def _activation(values: Values, biased: bool):
 def _router(values: Values):
     spec = RouterSpec(values.sizes.hidden, 8, Scoring(2, normalized=True), 1, balance_rate=0.1, z_loss=0.1)
     layer, x = Layer(spec, values.weights), values.rows()
-    return layer, lambda: run_alone(layer(x)).weights
+    return layer, lambda: run_alone(layer(x, values.tokens())).weights
 
 
 def _experts(values: Values):

@@ -158,7 +158,7 @@ def test_a_run_starts_from_a_model_without_adapters_and_resumes_on_another_grid(
     assert losses[1] == pytest.approx(losses[0], rel=1e-5) and len(losses[0]) == 4
     first, last = (Checkpoint.open(directory).files for directory in (base, run))
     for name in first.tensors:
-        if name.startswith("model."):
+        if name.startswith("model.") and not name.endswith(".router.state"):  # loads follow the batches
             assert torch.equal(first.global_tensor(name), last.global_tensor(name)), "a frozen weight has changed"
     assert not any(name.startswith("optim.") and "lora" not in name for name in last.tensors)
     size = sum(4 * math.prod(tensor.shape) for tensor in last.tensors.values())  # all in float32 on the CPU

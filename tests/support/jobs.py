@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import runpy
 import signal
 import socket
@@ -22,9 +23,12 @@ SLURM_STEP = {
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
+    """Return a free port below the range from which the kernel chooses the ports of other tests."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 20_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("localhost", port))
+            return port
 
 
 def _launcher_variables(ranks: int) -> dict[str, str]:
