@@ -37,6 +37,10 @@ CASES = [  # a model with settings | unused settings, a part of each reason, and
      "lora.rank=0 does not read it; leave it out, or set lora.rank", "lora.rank=2"),
     ("gpt_tiny | optim.lr_factors.head=2 optim.weight_decays.head=0",
      "is the token embedding; set the group embeddings", "model=unet_tiny"),
+    ("moe_tiny model.tied=false optim.algorithm=adamw lora.rank=2 | optim.lr_factors.matrices=2 "
+     "optim.lr_factors.embeddings=2 optim.lr_factors.head=2 optim.lr_factors.router=2 optim.lr_factors.vectors=2 "
+     "optim.weight_decays.matrices=0.2 optim.weight_decays.embeddings=0.2 optim.weight_decays.head=0.2 "
+     "optim.weight_decays.router=0.2 optim.weight_decays.vectors=0.2", "lora.rank=2 trains", "lora.rank=0"),
     ("gpt_tiny | optim.lr_factors.router=2 optim.weight_decays.router=0", "model=gpt_tiny has no experts; leave it out",
      "model=moe_tiny"),
     ("gpt_tiny | data.flip=false logging.sample_images=8", "model=gpt_tiny is trained on text, not on images",

@@ -163,7 +163,7 @@ def check_run(config: Config) -> None:
     name = config.run.name
     if not name.isprintable() or not {"", ".", ".."}.isdisjoint(name.split("/")):
         raise ConfigError(
-            f"run.name={ascii(name)[1:-1]}: has a part '.', '..' or '', or a character that cannot be printed; use a "
+            f"run.name={name}: has a part '.', '..' or '', or a character that cannot be printed; use a "
             "plain name, and run.dir for the path of a directory"
         )
     if Path(config.run.dir).resolve() == Path("/"):

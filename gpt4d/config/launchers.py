@@ -149,9 +149,8 @@ def _is_host(text: str) -> bool:
 
 
 def _shown(value: str) -> str:
-    """Return a value for a message of one line."""
-    shown = value if value.isprintable() else ascii(value)
-    return shown if len(shown) <= 80 else f"{shown[:80]}…"
+    """Return a value of limited length for a message."""
+    return value if len(value) <= 80 else f"{value[:80]}…"
 
 
 def _number(*names: str, default: int = 1) -> Callable[[Environment], int]:

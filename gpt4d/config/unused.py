@@ -245,13 +245,21 @@ def _tracked(config: Config) -> str | None:
     return f"logging.trackers=[{','.join(config.logging.trackers)}] does not read it; add logging.trackers=[wandb]"
 
 
+def _of_group(name: str, *conditions: Condition) -> dict[str, Condition]:
+    """Return the conditions of the settings of a group of parameters."""
+    return dict.fromkeys((f"optim.lr_factors.{name}", f"optim.weight_decays.{name}"), _any(*conditions))
+
+
 _CONDITIONS: dict[str, Condition] = {
     **dict.fromkeys(
         ("lora.alpha", "lora.targets", "optim.lr_factors.adapters", "optim.weight_decays.adapters"),
         _unless("lora.rank", 0, remedy="leave it out, or set lora.rank"),
     ),
-    **dict.fromkeys(("optim.lr_factors.head", "optim.weight_decays.head"), _with_own_head),
-    **dict.fromkeys(("optim.lr_factors.router", "optim.weight_decays.router"), _with_experts),
+    **_of_group("matrices", _without_adapters),
+    **_of_group("embeddings", _without_adapters),
+    **_of_group("head", _without_adapters, _with_own_head),
+    **_of_group("router", _without_adapters, _with_experts),
+    **_of_group("vectors", _without_adapters),
     **dict.fromkeys(
         ("model.base_hidden", "model.base_channels"),
         _unless("optim.width_transfer", False, remedy="set optim.width_transfer=true"),

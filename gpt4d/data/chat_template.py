@@ -57,7 +57,7 @@ def limits(location: str) -> Iterator[None]:
 
 
 def template_for(tokenizer: Any, tools: list | None = None) -> str:
-    """Return the template that transformers chooses for ``tools``. It renders at most ``MOST_CHARACTERS``."""
+    """Return the template that transformers chooses for ``tools``. Its text has a limited length."""
     template = tokenizer.get_chat_template(tools=tools)
     _limit_length(template)
     return template

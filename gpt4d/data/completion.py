@@ -6,7 +6,6 @@ A composed configuration depends on configs, arguments and environment alone, an
 import json
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -69,9 +68,10 @@ def begin_of_text(config: Config) -> bool | None:
     if config.data.begin_of_text is not None:
         return config.data.begin_of_text
     for file in _checkpoints(config):
-        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            meta = json.loads(file.read_bytes())
-            return True if meta["identity"].get(tokenizers.BEGIN) else False if meta["grids"] else None
+        identity = _stored(file, "identity")
+        if isinstance(identity, dict):
+            is_run = bool(_stored(file, "grids"))  # an import has none
+            return True if identity.get(tokenizers.BEGIN) else False if is_run else None
     return None
 
 
@@ -83,7 +83,7 @@ def tokenizer_size(data: DataConfig, download: bool = True) -> int | None:
     """
     for path in _prepared(data):
         if not is_megatron(path):
-            return _stored(Path(os.path.expanduser(path)) / HEADER, "vocabulary")
+            return _stored_size(Path(os.path.expanduser(path)) / HEADER, "vocabulary")
     name = data.tokenizer
     if not name:
         return None
@@ -104,7 +104,7 @@ def _vocabulary(config: Config) -> tuple[int, str]:
     """Return the number of token ids of a run's model, and its origin."""
     data = config.data
     for file in _checkpoints(config):
-        if size := _stored(file, "model", "vocab_size"):
+        if size := _stored_size(file, "model", "vocab_size"):
             return size, f"the checkpoint {file.parent}"
     if size := tokenizer_size(data):
         return size, f"data.tokenizer={data.tokenizer}" if data.tokenizer else f"the tokenizer of data={data.name}"
@@ -133,12 +133,18 @@ def _prepared(data: DataConfig) -> list[str]:
     return [data.path] if data.source in ("tokens", "megatron") and isinstance(data.path, str) else []
 
 
-def _stored(file: Path, *keys: str) -> int | None:
-    """Return a number in a JSON file; None if the file or the number is missing or invalid."""
+def _stored(file: Path, *keys: str) -> Any:
+    """Return a value in a JSON file; None if the file or the value is missing."""
     try:
         value: Any = json.loads(file.read_bytes())
         for key in keys:
             value = value[key]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return value if type(value) is int and value > 0 else None
+    return value
+
+
+def _stored_size(file: Path, *keys: str) -> int | None:
+    """Return a size in a JSON file; None if the file or the size is missing or invalid."""
+    size = _stored(file, *keys)
+    return size if type(size) is int and size > 0 else None

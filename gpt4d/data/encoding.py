@@ -58,8 +58,7 @@ class Encoding(NamedTuple):
         """Return the function that encodes a document."""
         if self.train_on is None:
             return self._text_encoder()
-        files = {tokenizers.FILE: self.tokenizer.read_bytes()} | tokenizers.companions(self.tokenizer.parent)
-        chat = ChatEncoder(files, self.tokenizer.parent, self.train_on)
+        chat = ChatEncoder(tokenizers.with_companions(self.tokenizer), self.tokenizer.parent, self.train_on)
 
         def encode(document: Document) -> Encoded:
             ids, mask, unknown = chat.encode(Conversation.from_text(document.text), document.location)

@@ -70,7 +70,7 @@ class MegatronFiles(TokenFiles):
     def content(self) -> list[str]:
         return self.header["samples"][:-1]  # without data.validation_fraction
 
-    @property
+    @cached_property
     def first_tokens(self) -> list[int]:
         if self.header["end_of_text"] is None:
             return []

@@ -80,9 +80,9 @@ class Preparation:
         self.masked = config.source == "chat"
         tokenizer = self._resume() or self._start()
         self.vocabulary = tokenizers.vocabulary(tokenizer)
-        self.end = tokenizers.end_of_text(tokenizer, tokenizers.companions(directory))
+        self.files = tokenizers.with_companions(self.tokenizer_file)
+        self.end = tokenizers.end_of_text(tokenizer, self.files)
         self.dtype = parts.dtype_for(self.vocabulary)
-        self.files = {tokenizers.FILE: self.tokenizer_file.read_bytes()} | tokenizers.companions(directory)
         self.first = _first_tokens(config, self.files)
 
     def run(self) -> None:

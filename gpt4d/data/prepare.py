@@ -116,7 +116,7 @@ def _check_first_tokens(config: DataConfig, files: TokenFiles, other: TokenFiles
         )
     if files.first_tokens != other.first_tokens:
         raise ConfigError(
-            f"{files.location}: its documents begin with other tokens than those of {other.location}; prepare it again "
+            f"{files.location}: its documents begin with other tokens than {other.location}; prepare it again "
             f"with data.begin_of_text={str(bool(other.first_tokens)).lower()}"
         )
 

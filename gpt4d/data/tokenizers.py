@@ -110,7 +110,7 @@ def load(key: str, name: str) -> dict[str, bytes]:
         if name == "gpt2":
             files = {FILE: gpt2().to_str().encode()}
         elif (file := tokenizer_file(name)).is_file():
-            files = {FILE: file.read_bytes()} | companions(file.parent)
+            files = with_companions(file)
             if SETTINGS in files and not any((file.parent / own).exists() for own in (HEADER, "meta.json")):
                 files |= _as_in_transformers(files, file.with_name("config.json"))
         else:
@@ -122,7 +122,7 @@ def load(key: str, name: str) -> dict[str, bytes]:
             with tempfile.TemporaryDirectory() as directory:
                 # Without this argument the library asks the user whether to run code of the repository.
                 AutoTokenizer.from_pretrained(name, trust_remote_code=False).save_pretrained(directory)
-                files = {FILE: (Path(directory) / FILE).read_bytes()} | companions(Path(directory))
+                files = with_companions(Path(directory) / FILE)
         end_of_text(Tokenizer.from_buffer(files[FILE]), files)
     except BaseException as error:
         if not _of_library(error):
@@ -193,7 +193,7 @@ def _of_library(error: BaseException) -> bool:
 def _as_in_transformers(files: Mapping[str, bytes], model: Path) -> dict[str, bytes]:
     """Return the tokenizer.json and the settings of the tokenizer that transformers builds from ``files``.
 
-    ``model``: the config.json next to them, if there is one, on which the class of the tokenizer depends.
+    ``model``: the path of the config.json next to them, if present, on which the class of the tokenizer depends.
     """
     from gpt4d.data import transformers_tokenizer
 
@@ -233,9 +233,14 @@ def companions(directory: Path) -> dict[str, bytes]:
     return {name: path.read_bytes() for name, path in paths.items()}
 
 
+def with_companions(path: Path) -> dict[str, bytes]:
+    """Return the files of a tokenizer by name: the tokenizer.json at ``path`` and its ``companions``."""
+    return {FILE: path.read_bytes()} | companions(path.parent)
+
+
 def read(path: Path) -> Tokenizer:
     """Read the tokenizer of documents from a file: it never encodes their text as end-of-text."""
-    files = {FILE: path.read_bytes()} | companions(path.parent)
+    files = with_companions(path)
     tokenizer = parse(files, path.parent)
     end = tokenizer.id_to_token(end_of_text(tokenizer, files))
     assert end is not None

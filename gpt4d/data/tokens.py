@@ -203,7 +203,7 @@ class TokenFiles:
         """Whether the documents are conversations, which have a loss mask."""
         return self.header.get("masked", False)
 
-    @property
+    @cached_property
     def first_tokens(self) -> list[int]:
         """Ids that each document begins with; for conversations, ids that the tokenizer puts before a text."""
         return tokenizers.first_tokens(self.tokenizer()) if self.masked else self.header.get(tokenizers.BEGIN, [])

@@ -44,8 +44,8 @@ def write(
         from transformers import PreTrainedTokenizerFast
 
         end = tokenizer.id_to_token(tokenizers.end_of_text(tokenizer, files))
-        first = tokenizer.id_to_token((tokenizers.first_tokens(tokenizer) or [0])[0])
-        begin = first if tokenizers.first_tokens(tokenizer) else end
+        first = tokenizers.first_tokens(tokenizer)
+        begin = tokenizer.id_to_token(first[0]) if first else end
         special = {"bos_token": begin, "eos_token": end} | tokenizers.special_tokens(files)
         exported = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=max_length, **special)
         exported.save_pretrained(directory)

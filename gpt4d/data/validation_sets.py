@@ -39,7 +39,7 @@ def _validation_set(config: DataConfig, training: Corpus, name: str, path: str) 
         )
     if files.first_tokens != own.first_tokens:
         raise ConfigError(
-            f"data.validation.{name}={path}: its documents begin with other tokens than those of {own.location}; "
+            f"data.validation.{name}={path}: its documents begin with other tokens than {own.location}; "
             f"prepare it again with data.begin_of_text={str(bool(own.first_tokens)).lower()}"
         )
     trained_on = next((source for source in training.files if source.content() == files.content()), None)

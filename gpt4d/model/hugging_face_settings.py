@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpt4d.config import LARGEST_COUNT, LARGEST_SIZE, ConfigError
+from gpt4d.runtime.errors import one_line
 
 # Usage example of a text model for its model card. PATH stands for the model's directory.
 TEXT_USAGE = """from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -47,8 +48,9 @@ def transformers_settings(source: str, values: Mapping[str, Any]) -> dict[str, A
             config.standardize_rope_params()  # as the library does once more before it computes the frequencies
         return config.to_dict()
     except Exception as error:  # The type depends on the value.
-        problem = " ".join(str(error).split())[:300]
-        raise ConfigError(f"{source}: config.json has an invalid value ({problem}); correct that file") from None
+        raise ConfigError(
+            f"{source}: config.json has an invalid value ({one_line(error)}); correct that file"
+        ) from None
     finally:
         logging.set_verbosity(verbosity)
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gpt4d.config import Change
+from gpt4d.config import Change, printable
 from gpt4d.runs.summary import AVERAGED_LINES, Run, State, differing_keys
 
 _STYLES = {State.RUNNING: "cyan", State.FINISHED: "green", State.INTERRUPTED: "yellow"}
@@ -78,7 +78,7 @@ def _text(value: Any) -> str:
     if isinstance(value, Mapping):
         value = [f"{key}: {item}" for key, item in value.items()]
     text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
+    return printable(text)
 
 
 def _loss(loss: float | None) -> str:

@@ -28,7 +28,7 @@ from gpt4d.data.prepare import PREPARED, Corpus, corpus, held_out_corpus, opened
 from gpt4d.data.sampler import Blend, DocumentSequences, Sequences
 from gpt4d.data.stream import Position, Stream, open_stream
 from gpt4d.data.text_bytes import bytes_of_tokens
-from gpt4d.data.tokenizers import FILE, companions
+from gpt4d.data.tokenizers import FILE
 from gpt4d.data.tokens import TokenFiles
 from gpt4d.data.validation_sets import validation_sets
 from gpt4d.model.parts import Part
@@ -189,7 +189,7 @@ class LanguageModeling(ReadingTask):
             self._fingerprint = self._files.fingerprint()  # empty without a tokenizer
             self._tokenizer_files, self._begin = dict[str, bytes](), self._files.first_tokens
             if self._fingerprint:
-                self._tokenizer_files = {FILE: (directory / FILE).read_bytes()} | companions(directory)
+                self._tokenizer_files = tokenizers.with_companions(directory / FILE)
             training, held_out = (
                 [self._sequences(files, split) for files in self._corpus.files] for split in ("train", "validation")
             )

@@ -251,7 +251,7 @@ def test_documents_begin_with_the_first_tokens_unless_the_setting_says_otherwise
         return
     assert any("begin without" in remark for remark in bare.remarks())
     blend = {str(each.directory): 1 for each in (bare, prepare.corpus(config).first)}
-    with one_line("its documents begin with other tokens than those of"):
+    with one_line("its documents begin with other tokens than "):
         prepare.corpus(replace(config, source="blend", path=None, blend=blend))
 
 

@@ -46,10 +46,10 @@ class Soak:
 class Run:
     """A run that suffers faults."""
 
-    name: str  # of the plan, or elastic
+    name: str  # a plan, or elastic
     directory: Path
-    plan: str  # of the next start
-    step: int = 0  # of the newest checkpoint
+    plan: str  # the plan of the next start
+    step: int = 0  # the step of the newest checkpoint
 
 
 @dataclass
