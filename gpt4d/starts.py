@@ -19,7 +19,6 @@ import yaml
 from gpt4d import activity
 from gpt4d.config import CONFIG_DIR, Change, Config, ConfigError, changes, check_changes, recorded_settings
 from gpt4d.files import open_regular, read_json_lines
-from gpt4d.runtime.errors import one_line
 from gpt4d.writing import read_log, replace_file, required_file
 
 _FILE = "starts.jsonl"
@@ -103,9 +102,8 @@ def read_settings(path: Path) -> dict[str, Any]:
         if not isinstance(values, dict):
             raise TypeError("it has no keys")
     except Exception as error:
-        raise ConfigError(
-            f"{path}: damaged ({type(error).__name__}: {one_line(error)}); restore or remove it"
-        ) from None
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{path}: damaged ({type(error).__name__}: {reason}); restore or remove it") from None
     return cast(dict[str, Any], values)
 
 
