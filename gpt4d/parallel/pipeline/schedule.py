@@ -4,9 +4,9 @@ A pipeline of S stages with v model chunks each has S·v virtual stages. Virtual
 except interleaved 1F1B have v = 1.
 """
 
-import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import accumulate
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterable, Sequence
+from itertools import accumulate, combinations
 from typing import NamedTuple
 
 
@@ -183,24 +183,24 @@ def balanced(work: Sequence[float], parts: int, places: Collection[int]) -> list
         parts: number of parts, at most ``len(places) + 1``.
         places: indices of layers that a part may begin with, other than 0.
     """
-    total = [0.0, *accumulate(work)]
-    ends = [*sorted(places), len(work)]
+    bounds, before = [0, *sorted(places), len(work)], [0.0, *accumulate(work)]
+    done = [before[bound] for bound in bounds]  # work before each bound
 
-    def minimum(cost: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]]:
-        """Return the minimum cost and its split. ``cost`` combines the cost of preceding parts with a part's work."""
-        best: dict[int, tuple[float, tuple[int, ...]]] = {end: (cost(0.0, total[end]), ()) for end in ends}
-        for _ in range(parts - 1):
-            following = {}
-            for end in ends:
-                choices = [
-                    (cost(before, total[end] - total[begin]), (*begins, begin))
-                    for begin, (before, begins) in best.items()
-                    if begin < end
-                ]
-                if choices:
-                    following[end] = min(choices)
-            best = following
-        return best[len(work)]
+    def suffices(limit: float) -> bool:
+        end = 0
+        for _ in range(parts):
+            end = bisect_right(done, done[end] + limit * _ROUNDING) - 1
+        return end == len(done) - 1
 
-    limit = minimum(max)[0] * _ROUNDING
-    return list(minimum(lambda before, part: before + part**2 if part <= limit else math.inf)[1])
+    limits = sorted({done[end] - done[begin] for begin, end in combinations(range(len(done)), 2)})
+    limit = limits[bisect_left(limits, True, key=suffices)] * _ROUNDING
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # sum of squares and ends of parts, by the last end
+    for further in reversed(range(parts)):
+        following: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for begin, (cost, ends) in best.items():
+            least = bisect_left(done, done[-1] - further * limit, begin + 1)  # further parts can have the rest
+            for end in range(least, bisect_right(done, done[begin] + limit)):
+                choice = cost + (done[end] - done[begin]) ** 2, (*ends, end)
+                following[end] = min(choice, following.get(end, choice))
+        best = following
+    return [bounds[end] for end in best[len(done) - 1][1][:-1]]
