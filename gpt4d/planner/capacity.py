@@ -12,50 +12,68 @@ from gpt4d.planner.options import Level, levels
 from gpt4d.planner.topology import for_devices, usable_gib
 from gpt4d.planner.workload import compute_bytes, grids, micro_batch_sizes, possible_contexts, training_state
 
+_DOUBT = 1.03  # a prediction from a grid that differs in z and data only is wrong by less
+
 
 def largest_micro_batch(estimate: Estimate, more_than: int = 0) -> tuple[int | None, float]:
     """Return the largest microbatch per device that fits and the GiB it needs; None and the minimum if none fits.
 
-    The minimum is a lower bound if the training state alone does not fit. Microbatches up to ``more_than`` are skipped.
+    The minimum is a lower bound if the training state alone does not fit, and otherwise a prediction if
+    ``estimate.alike`` leaves no doubt. Microbatches up to ``more_than`` are skipped.
     """
-    memory = usable_gib(estimate.config.cluster)
+    memory, bound = usable_gib(estimate.config.cluster), estimate.bound_gib()
     if estimate.least_gib() > memory:
         return None, estimate.least_gib()
     choices = [size for size in micro_batch_sizes(estimate.config, estimate.sizes) if size > more_than]
     if not choices:
         return None, estimate.least_gib()
-    needed = estimate.memory_gib(choices[0])
-    if needed <= memory:
-        return choices[0], needed
-    least = estimate.memory_gib(choices[-1])
-    if least > memory:
-        return None, min(least, needed)  # a single microbatch has no accumulated gradients
-    # A larger microbatch never needs less memory, so bisection finds the largest one that fits.
-    fits, too_many = len(choices) - 1, 0
-    while fits - too_many > 1:
-        middle = (fits + too_many) // 2
-        needed = estimate.memory_gib(choices[middle])
-        if needed <= memory:
-            fits, least = middle, needed
+    predicted = {size: bound + estimate.alike[size] for size in choices if size in estimate.alike}
+
+    def fits(size: int) -> bool:
+        if predicted.get(size, 0.0) > _DOUBT * memory:
+            return False
+        needed = estimate.memory_gib(size)
+        estimate.alike.setdefault(size, needed - bound)
+        return needed <= memory
+
+    # A single microbatch has no accumulated gradients. Among others, a larger microbatch never needs less memory.
+    largest, smallest = choices[0], choices[-1]
+    if fits(largest):
+        return largest, estimate.memory_gib(largest)
+    likely = next((size for size in choices if predicted.get(size, math.inf) <= memory), largest)
+    if likely != largest and fits(likely):
+        smallest = likely
+    elif not fits(smallest):
+        return None, min(predicted.get(size) or estimate.memory_gib(size) for size in (largest, smallest))
+    # Bisection finds the largest one that fits.
+    place, too_many = choices.index(smallest), 0
+    while place - too_many > 1:
+        middle = (place + too_many) // 2
+        if fits(choices[middle]):
+            place = middle
         else:
             too_many = middle
-    return choices[fits], least
+    return choices[place], estimate.memory_gib(choices[place])
 
 
 def estimate_of(level: Level, sizes: GridSizes, choice: Mapping[str, Any] | None = None) -> Estimate:
     """Return the estimate of a level on a grid. ``choice``: settings of ``parallel`` that replace the level's."""
     choice = {**level.choice, **(choice or {})}
-    return Estimate(level.config, sizes, level.describe([sizes], choice), choice, level.options)
+    description = level.describe([sizes], choice)
+    gathered = sizes.z if description.routers else sizes.z > 1
+    alike = level.alike[sizes.x, sizes.y, gathered, id(description), *level.options.items(), *choice.items()]
+    return Estimate(level.config, sizes, description, choice, level.options, alike=alike)
 
 
-def with_larger_micro_batch(estimate: Estimate, more_than: int = 0) -> tuple[Estimate, int | None]:
-    """Return the estimate and its largest microbatch that fits, if any, with split tokens if they allow a larger one.
+def with_larger_micro_batch(level: Level, sizes: GridSizes, more_than: int = 0) -> tuple[Estimate, int | None]:
+    """Return the estimate of a level and its largest microbatch that fits, if any.
 
-    Microbatches up to ``more_than`` are skipped.
+    Tokens are split if they allow a larger one. Microbatches up to ``more_than`` are skipped.
     """
+    estimate = estimate_of(level, sizes)
     micro_batch, _ = largest_micro_batch(estimate, more_than)
     if micro_batch != estimate.share and may_split_tokens(estimate.config, estimate.sizes):
-        split = _with_split_tokens(estimate)
+        split = estimate_of(level, estimate.sizes, {**estimate.choice, "sequence_parallel": True})
         if larger := largest_micro_batch(split, micro_batch or more_than)[0]:
             return split, larger
     return estimate, micro_batch
@@ -67,20 +85,14 @@ def may_split_tokens(config: Config, sizes: GridSizes) -> bool:
     return not parallel.sequence_parallel and sizes.x > 1 and length % sizes.x == 0
 
 
-def _with_split_tokens(estimate: Estimate) -> Estimate:
-    choice = {**estimate.choice, "sequence_parallel": True}
-    return Estimate(estimate.config, estimate.sizes, estimate.description, choice, estimate.options)
-
-
 def least_gib(level: Level, sizes: GridSizes) -> float:
     """Return the minimum GiB of a device, over all microbatches, that a step needs on a grid."""
-    estimate = estimate_of(level, sizes)
-    split = [_with_split_tokens(estimate)] if may_split_tokens(level.config, sizes) else []
+    choices = [{}, {"sequence_parallel": True}] if may_split_tokens(level.config, sizes) else [{}]
     return min(
-        one.memory_gib(micro_batch)
-        for one in (estimate, *split)
-        for choices in [micro_batch_sizes(one.config, sizes)]
-        for micro_batch in {choices[0], choices[-1]}
+        estimate.memory_gib(micro_batch)
+        for estimate in (estimate_of(level, sizes, choice) for choice in choices)
+        for possible in [micro_batch_sizes(estimate.config, sizes)]
+        for micro_batch in {possible[0], possible[-1]}
     )
 
 

@@ -114,6 +114,7 @@ class Estimate:
         choice: settings of ``parallel`` that override ``config``.
         world: number of devices of all stages, if the grid belongs to a pipeline stage.
         options: settings in ``config`` that the planner has chosen, for the plan's overrides.
+        alike: GiB beyond ``bound_gib``, by microbatch, of grids that differ in z and data only, to predict this grid's.
     """
 
     def __init__(
@@ -124,7 +125,9 @@ class Estimate:
         choice: Mapping[str, Any] | None = None,
         options: Mapping[str, Any] | None = None,
         world: int | None = None,
+        alike: dict[int, float] | None = None,
     ):
+        self.alike = {} if alike is None else alike
         self.choice, self.options = choice or {}, options or {}
         config = replace(config, parallel=replace(config.parallel, **self.choice))
         self.config, self.sizes = config, sizes

@@ -16,7 +16,7 @@ from gpt4d.config import (
 )
 from gpt4d.plan import ParallelPlan
 from gpt4d.planner import pipelines
-from gpt4d.planner.capacity import estimate_of, fewest_devices, with_larger_micro_batch
+from gpt4d.planner.capacity import fewest_devices, with_larger_micro_batch
 from gpt4d.planner.estimate import Estimate, Plan
 from gpt4d.planner.options import Level, as_overrides, levels, open_keys
 from gpt4d.planner.search import rank, with_fewer_options
@@ -151,7 +151,7 @@ def _grid_changes(config: Config, sizes: GridSizes) -> Iterator[SuggestedChange]
 def _option_changes(config: Config, choices: list[Level], sizes: GridSizes) -> Iterator[SuggestedChange]:
     largest = 0
     for choice in choices:
-        estimate, micro_batch = with_larger_micro_batch(estimate_of(choice, sizes), largest)
+        estimate, micro_batch = with_larger_micro_batch(choice, sizes, largest)
         if micro_batch is None:
             continue
         largest = micro_batch

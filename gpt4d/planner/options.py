@@ -1,5 +1,6 @@
 """Settings outside ``parallel`` that the planner may choose: sharded states, loss chunks, recomputation."""
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,15 +23,17 @@ KEYS = "optim.shard_states", "train.loss_chunks", RECOMPUTATION
 
 @dataclass(frozen=True)
 class Level:
-    """A configuration with some options. All levels of a search share ``descriptions``.
+    """A configuration with some options. All levels of a search share ``descriptions`` and ``alike``.
 
     ``options`` and ``choice`` are the settings that the planner has added. ``choice`` has the settings of ``parallel``.
+    ``alike`` has the activations of earlier estimates, for those that differ in z and data only.
     """
 
     config: Config
     descriptions: Descriptions
     options: Mapping[str, Any]
     choice: Mapping[str, Any] = field(default_factory=dict)
+    alike: defaultdict[tuple, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
 
     @cached_property
     def description(self) -> Description:

@@ -7,6 +7,7 @@ For experts, rows travel over z in place of weights, which the paper does not tr
 
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import replace
 
 from gpt4d.config import Config, GridSizes
 from gpt4d.model.description import Description
@@ -74,9 +75,17 @@ def product_bytes(
 
 
 def busy_s(config: Config, description: Description, sizes: GridSizes) -> float:
-    """Return the seconds of a step for computation and for all-reduces of outputs without overlap."""
-    comm = communication(config, description, sizes, aware=True)
-    return step_flops(config, description) / sizes.devices / (product_tflops(config) * 1e12) + comm["x"] + comm["y"]
+    """Return the seconds of a step for computation and for all-reduces of outputs without overlap.
+
+    Without ``parallel.rank_order``, the ranks have the faster order.
+    """
+    parallel = config.parallel
+    orders = [parallel.rank_order] if parallel.rank_order or 1 in (sizes.x, sizes.y) else ["xy", "yx"]
+    configs = [replace(config, parallel=replace(parallel, rank_order=order)) for order in orders]
+    comms = [communication(one, description, sizes, aware=True) for one in configs]
+    return step_flops(config, description) / sizes.devices / (product_tflops(config) * 1e12) + min(
+        comm["x"] + comm["y"] for comm in comms
+    )
 
 
 def communication(config: Config, description: Description, sizes: GridSizes, aware: bool) -> dict[str, float]:

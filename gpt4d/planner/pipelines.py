@@ -45,13 +45,24 @@ class _Candidate(NamedTuple):
     contexts: tuple[int, ...]  # possible numbers of ranks that share samples, ascending
 
 
-def rank(choices: Sequence[Level], devices: int) -> PipelineRanking:
+def rank(
+    choices: Sequence[Level], devices: int, single_s: Sequence[float] = (), top: int | None = None
+) -> PipelineRanking:
     """Rank pipelines on ``devices`` devices. Values that ``config.parallel.pipeline`` sets are fixed.
 
     A quick estimate compares every number of stages with every grid. It covers computation, idle time and, by the 4D
-    paper's model, all-reduces of outputs. The best few are simulated. ``choices``: the levels that may be chosen.
+    paper's model, all-reduces of outputs. The best few are simulated.
+
+    Args:
+        choices: the levels that may be chosen.
+        devices: the number of devices.
+        single_s: seconds of a step of the plans without stages, ascending.
+        top: number of plans that the caller needs, of both kinds; None for all.
     """
     ranking = PipelineRanking()
+    best_s, limit_s = min(single_s, default=math.inf), math.inf
+    if top is not None and len(single_s) >= top:
+        limit_s = single_s[top - 1]
 
     @cache
     def searches_of(context: int) -> list[Search]:
@@ -59,7 +70,8 @@ def rank(choices: Sequence[Level], devices: int) -> PipelineRanking:
 
     candidates = sorted(_candidates(choices[-1], devices, ranking))
     for estimated, candidate in enumerate(candidates):
-        if len(ranking.plans) == _NUM_ESTIMATED:
+        enough = _NUM_ESTIMATED if top is None or candidate.seconds < best_s else _NUM_IMPROVED
+        if len(ranking.plans) >= enough or candidate.seconds >= limit_s:
             ranking.pruned = len(candidates) - estimated
             break
         sizes, contexts = (candidate.sizes,) * candidate.stages, candidate.contexts
@@ -75,6 +87,8 @@ def rank(choices: Sequence[Level], devices: int) -> PipelineRanking:
     ranking.plans.sort(key=lambda plan: plan.step_time_s)
     alternatives = [candidate.sizes for candidate in candidates]
     for place, plan in enumerate(ranking.plans[:_NUM_IMPROVED]):
+        if top is not None and plan.step_time_s - plan.idle_s >= best_s:
+            continue  # the plan would not be the fastest if it never waited
         searches = searches_of(plan.context)
         first = next(n for n, search in enumerate(searches) if search.level.options == plan.options)
         # The fastest pipeline may allow a faster schedule if further options free the memory for it.
@@ -105,7 +119,7 @@ def _fastest(searches: Sequence["Search"], sizes: tuple[GridSizes, ...]) -> tupl
             best, chosen = faster, search
             numbers = [number for number in numbers if number < best.microbatches]
     if best is None:
-        best, chosen = searches[-1].faster(searches[-1].smallest(sizes), math.inf), searches[-1]
+        best, chosen = searches[-1].faster([searches[-1].smallest(sizes)], math.inf), searches[-1]
     return (chosen.plan(best), 0.0) if best else (None, searches[-1].least_gib(sizes))
 
 
@@ -208,18 +222,16 @@ class Search:
 
     def any_fits(self, sizes: tuple[GridSizes, ...]) -> bool:
         """Return whether the pipeline fits with any candidate number of microbatches."""
-        return any(self._fits(estimate) for estimate in self.smallest(sizes))
+        return self._fits(self.smallest(sizes))
 
     def least_gib(self, sizes: tuple[GridSizes, ...]) -> float:
         """Return the minimum memory in GiB over the candidate numbers of microbatches."""
-        return min(estimate.needed_gib(math.inf) for estimate in self.smallest(sizes))
+        return self.smallest(sizes).needed_gib(math.inf)
 
-    def smallest(self, sizes: tuple[GridSizes, ...]) -> Iterator[PipelineEstimate]:
-        """Yield estimates that may need the minimum memory: all numbers of microbatches with the smallest schedule."""
-        schedules = [None] if self._config.parallel.pipeline.schedule else [_SMALLEST_SCHEDULE, None]
-        for schedule in schedules:
-            for number in reversed(self.numbers(sizes)):
-                yield self.estimate(sizes, number, schedule)
+    def smallest(self, sizes: tuple[GridSizes, ...]) -> PipelineEstimate:
+        """Return the estimate that needs the minimum memory: the most microbatches with the smallest schedule."""
+        schedule = self._config.parallel.pipeline.schedule or _SMALLEST_SCHEDULE
+        return self.estimate(sizes, self.numbers(sizes)[-1], schedule)
 
     def _fits(self, estimate: PipelineEstimate) -> bool:
         return estimate.needed_gib(self._memory_gib) <= self._memory_gib
@@ -250,17 +262,27 @@ class Search:
 
         The candidates are other numbers of microbatches, other schedules, and other grids of the first and last stage.
         """
-        for alternatives in (self._other_numbers, self._other_schedules, partial(self._other_grids, grids)):
+        plan = self._with_other_number(plan)
+        for alternatives in (self._other_schedules, partial(self._other_grids, grids)):
             if faster := self.faster(alternatives(plan), (1 - _LEAST_GAIN) * plan.step_time_s):
                 plan = self.plan(faster)
         return plan
 
-    def _other_numbers(self, plan: Plan) -> Iterator[PipelineEstimate]:
-        if self._config.parallel.pipeline.microbatches is None:
-            parallel, most = self.config(plan.stages).parallel, _MICROBATCHES[-1] * len(plan.stages)
-            for number in possible_microbatches(self._config.train, parallel, plan.stages):
-                if number <= most:
-                    yield self.estimate(plan.stages, number)
+    def _with_other_number(self, plan: Plan) -> Plan:
+        """Return the plan with more or fewer microbatches, as long as each next possible number is faster."""
+        assert plan.pipeline and plan.pipeline.microbatches
+        if self._config.parallel.pipeline.microbatches is not None:
+            return plan
+        given, most = plan.pipeline.microbatches, _MICROBATCHES[-1] * len(plan.stages)
+        possible = possible_microbatches(self._config.train, self.config(plan.stages).parallel, plan.stages)
+        best, limit_s = None, (1 - _LEAST_GAIN) * plan.step_time_s
+        for numbers in ([n for n in possible[::-1] if n < given], [n for n in possible if given < n <= most]):
+            for number in numbers:
+                faster = self.faster([self.estimate(plan.stages, number)], limit_s)
+                if not faster:
+                    break
+                best, limit_s = faster, faster.step_time_s
+        return self.plan(best) if best else plan
 
     def _other_schedules(self, plan: Plan) -> Iterator[PipelineEstimate]:
         assert plan.pipeline and plan.pipeline.microbatches

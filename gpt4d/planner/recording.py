@@ -331,16 +331,30 @@ class _RecordingWeights(SymbolicWeights):
 
 def recording_of(description: Description, blocks: Collection[str], settings: Settings) -> MicrobatchRecording:
     """Return the recording of a model with some of its blocks."""
-    splitting = {axis for spec, _ in description.parameter_counts if spec.local for axis in spec.layout.axes}
-    others = dict.fromkeys({"z", "data"} - splitting, 1)
+    reduced, few, sources, others = represented(description, tuple(blocks))
     settings = replace(settings, sizes=settings.sizes._replace(**others))
+    if sources:
+        segments = recorded_segments(few, settings)
+        if _have_segments(segments, len(few.blocks)):
+            return MicrobatchRecording(segments, len(few.blocks), sources)
+    return MicrobatchRecording(recorded_segments(reduced, settings), len(reduced.blocks), range(len(reduced.blocks)))
+
+
+@lru_cache(maxsize=1024)
+def represented(
+    description: Description, blocks: tuple[str, ...]
+) -> tuple[Description, Description, list[int], dict[str, int]]:
+    """Return the model with ``blocks``, the model with few blocks, and the place of the latter for each of ``blocks``.
+
+    No places: few blocks do not represent the others. The last value has the sizes of the axes that a recording does
+    not depend on.
+    """
+    splitting = {axis for spec, _ in description.parameter_counts if spec.local for axis in spec.layout.axes}
     reduced = description.with_blocks(blocks)
     few = description.with_blocks(few_blocks(reduced, description))
     places = {kinds: place for place, kinds in enumerate(surroundings(few))}
-    segments = recorded_segments(few, settings)
-    if len(places) == len(few.blocks) and _have_segments(segments, len(places)):
-        return MicrobatchRecording(segments, len(places), [places[kinds] for kinds in surroundings(reduced)])
-    return MicrobatchRecording(recorded_segments(reduced, settings), len(reduced.blocks), range(len(reduced.blocks)))
+    sources = [places[kinds] for kinds in surroundings(reduced)] if len(places) == len(few.blocks) else []
+    return reduced, few, sources, dict.fromkeys({"z", "data"} - splitting, 1)
 
 
 def _have_segments(segments: Sequence[Segment], count: int) -> bool:

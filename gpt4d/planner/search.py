@@ -24,8 +24,8 @@ from gpt4d.planner.options import KEYS, RECOMPUTATION, Level, as_overrides, leve
 from gpt4d.planner.topology import for_devices, total_gib, usable_gib
 from gpt4d.planner.workload import compute_bytes, compute_s, grids, micro_batch_sizes, possible_contexts
 
-_MAX_CONSIDERED = 80  # maximum number of simulated grids; preselected by computation and all-reduces of outputs
-_MIN_ESTIMATED = 20  # number of grids estimated in full, since their order by the quick estimate may be wrong
+_FURTHER = 5  # number of grids beyond ``top`` that are estimated in full: the quick estimate may order them wrongly
+_LEAST_BUSY = 0.6  # minimum share of ``paper_models.busy_s`` that a step takes, whose sums overlap with computation
 _NUM_IMPROVED = 3  # number of fastest grids of each kind (gather, all-reduce, convert) for which settings are tried
 _LEAST_GAIN = 0.01  # minimum gain of a setting that needs memory, as a share of the step time
 _MAX_MEASURED = 300  # maximum number of grids whose minimum memory is estimated exactly
@@ -118,7 +118,7 @@ def rank(config: Config, devices: int, top: int | None = None, cost: str = "ours
     ranking = _rank_grids(choices, devices, top, cost) if may_have_one_stage(config) else Ranking()
     ranking.options = dict(choices[-1].options)
     if cost == "ours" and may_have_stages(config):
-        found = pipelines.rank(choices, devices)
+        found = pipelines.rank(choices, devices, [plan.step_time_s for plan in ranking.plans], top)
         ranking.pruned += found.pruned
         ranking.problem = ranking.problem or found.problem
         ranking.fitting += len(found.plans)
@@ -153,29 +153,34 @@ def _rank_grids(choices: list[Level], devices: int, top: int | None, cost: str) 
             ranking.exact[sizes] = partial(least_gib, choices[-1].sharing(found[-1]), sizes)
         else:
             possible.append(sizes)
-    if cost == "ours" and len(possible) > _MAX_CONSIDERED:
-        possible.sort(key=lambda sizes: paper_models.busy_s(config, description, sizes))
+    busy: dict[GridSizes, float] = {}
+    if cost == "ours":
+        busy = {sizes: paper_models.busy_s(config, description, sizes) for sizes in possible}
+        possible.sort(key=busy.__getitem__)
     quick: dict[GridSizes, float] = {}
     candidates: dict[GridSizes, list[tuple[Estimate, int]]] = {}
-    for considered, sizes in enumerate(possible):
-        if cost == "ours" and considered >= _MAX_CONSIDERED and candidates:
-            ranking.pruned = len(possible) - considered
-            break
+    for sizes in possible:
+        if cost == "ours" and top is not None and len(quick) >= top + _FURTHER:
+            slowest = sorted(quick.values())[top + _FURTHER - 1]
+            if (
+                _LEAST_BUSY * busy[sizes] >= slowest
+                or _bound_s(choices[0].sharing(contexts[sizes][0]), sizes) >= slowest
+            ):
+                ranking.pruned += 1
+                continue
         fastest, needed = _fastest_contexts(choices, sizes, cost, contexts[sizes])
         if not fastest:
             ranking.too_large[sizes] = needed
             continue
         candidates[sizes] = fastest
         if cost == "ours":
+            candidates[sizes] = [(_faster_order(estimate, size), size) for estimate, size in fastest]
             quick[sizes] = min(estimate.quick_s(micro_batch) for estimate, micro_batch in candidates[sizes])
         else:
             quick[sizes] = sum(paper_models.communication(config, description, sizes, cost == "aware").values())
     ranking.fitting = len(candidates)
     order = sorted(candidates, key=quick.__getitem__)
-    top = len(order) if top is None else top
-    estimated = [candidates[sizes] for sizes in order[: max(top, _MIN_ESTIMATED) if cost == "ours" else top]]
-    if cost == "ours":
-        estimated = [[(_faster_order(one, size), size) for one, size in found] for found in estimated]
+    estimated = [candidates[sizes] for sizes in order[: top and (top + _FURTHER if cost == "ours" else top)]]
     ranking.plans = [
         min((estimate.plan(micro_batch) for estimate, micro_batch in found), key=lambda plan: plan.step_time_s)
         for found in estimated
@@ -189,14 +194,23 @@ def _rank_grids(choices: list[Level], devices: int, top: int | None, cost: str) 
             lambda sizes: sizes.data > 1 and "optim.shard_states" in choices[-1].options,
         )
         places = [[n for n, plan in enumerate(ranking.plans) if test(plan.sizes)][:_NUM_IMPROVED] for test in split]
+        fastest_s = ranking.plans[0].step_time_s if ranking.plans else 0.0
         for place in set().union(*places):
-            ranking.plans[place] = _improve(ranking.plans[place], choices)
+            plan = ranking.plans[place]
+            if top is None or plan.step_time_s - plan.exposed_s < fastest_s or RECOMPUTATION in plan.options:
+                ranking.plans[place] = _improve(plan, choices)
         ranking.plans.sort(key=lambda plan: plan.step_time_s)
     else:
         ranking.plans = [replace(plan, published_s=quick[plan.sizes]) for plan in ranking.plans]
     ranking.plans = [with_fewer_options(plan, choices) for plan in ranking.plans[:top]]
     ranking.plans.sort(key=lambda plan: plan.step_time_s if plan.published_s is None else plan.published_s)
     return ranking
+
+
+def _bound_s(level: Level, sizes: GridSizes) -> float:
+    """Return the seconds of a step on a grid with the largest microbatch, whether it fits or not."""
+    largest = micro_batch_sizes(level.config, sizes)[0]
+    return _faster_order(estimate_of(level, sizes), largest).quick_s(largest)
 
 
 def _fastest_contexts(
@@ -233,10 +247,11 @@ def _fastest_levels(choices: list[Level], sizes: GridSizes, cost: str) -> list[t
                 break
             if compute_s(choice.config, choice.description, sizes.devices) >= limit_s:
                 continue
-        estimate, smaller = estimate_of(choice, sizes), best[1] if best else 0
+        smaller = best[1] if best else 0
         if cost == "ours":
-            estimate, micro_batch = with_larger_micro_batch(estimate, smaller)
+            estimate, micro_batch = with_larger_micro_batch(choice, sizes, smaller)
         else:
+            estimate = estimate_of(choice, sizes)
             micro_batch, _ = largest_micro_batch(estimate, smaller)
         plain = plain or estimate
         if micro_batch is None:
@@ -253,7 +268,7 @@ def with_fewer_options(plan: Plan, choices: list[Level]) -> Plan:
     """Return the plan without options that it needs neither for its microbatch nor for speed."""
     for key in plan.options:
         estimate = estimate_of(choices[0].with_options(plan.options).without(key), plan.sizes, plan.choice)
-        if largest_micro_batch(estimate)[0] == plan.micro_batch:
+        if estimate.memory_gib(plan.micro_batch) <= usable_gib(estimate.config.cluster):
             other = estimate.plan(plan.micro_batch)
             if other.step_time_s <= plan.step_time_s * (1 + _LEAST_GAIN / 10):
                 plan = other

@@ -217,10 +217,11 @@ class PipelineEstimate:
     def _alone_gib(self) -> list[float]:
         """The peak of each stage with one microbatch in flight, a lower bound of the peak in a step."""
         without_links = (self.estimate(stage, stage.parts).memory_gib(self.micro_batch(stage)) for stage in self.stages)
-        return [
-            gib + self._links_gib(stage) + self._graph_buffers_gib(stage)
-            for stage, gib in zip(self.stages, without_links, strict=True)
-        ]
+        return [gib + self._added_gib(stage) for stage, gib in zip(self.stages, without_links, strict=True)]
+
+    def _added_gib(self, stage: StagePlan) -> float:
+        """Return the memory of links and graphs between a stage and further stages on a device of the stage."""
+        return self._links_gib(stage) + self._graph_buffers_gib(stage)
 
     def _links_gib(self, stage: StagePlan) -> float:
         """Return the memory of the links between a stage and further stages on a device of the stage."""
@@ -248,10 +249,13 @@ class PipelineEstimate:
         return [self.estimate(stage, stage.parts).reserved_gib + self._links_gib(stage) for stage in self.stages]
 
     def needed_gib(self, limit: float) -> float:
-        """Return the GiB of the fullest stage, or a lower bound if one microbatch already exceeds ``limit``.
+        """Return the GiB of the fullest stage, or a lower bound if it already exceeds ``limit``.
 
-        One microbatch in flight is much faster to estimate than a step.
+        The state of a stage and one microbatch in flight are much faster to estimate than a step.
         """
+        state = max(self.estimate(stage, stage.parts).bound_gib() + self._added_gib(stage) for stage in self.stages)
+        if state > limit:
+            return state
         alone = max(self._alone_gib)
         return alone if alone > limit else max(self.memory_gib)
 

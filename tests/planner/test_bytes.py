@@ -123,13 +123,16 @@ def replayed(rows: list, own: int) -> Iterator[None]:
     def replay(*_):
         return [counts[own:] + counts[:own] for counts in next(calls)]  # the planner's device is the first one
 
-    recording.recorded_segments.cache_clear()
+    caches = recording.recorded_segments, recording.represented
+    for cache in caches:
+        cache.cache_clear()
     with (
         patch.object(experts, "rows_per_rank", replay),
         patch.object(recording, "few_blocks", lambda reduced, model: [unit.name for unit in reduced.blocks]),
     ):
         yield
-    recording.recorded_segments.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
     assert next(calls, None) is None
 
 

@@ -55,7 +55,7 @@ def test_ranked_grids_are_those_that_validation_accepts(tiny, devices):
 def test_plans_are_ordered_by_step_time_and_limited_by_top():
     ranking, top = ranked(8, *UNSHARED), rank(configured([*UNSHARED]), 8, top=3)
     times = [plan.step_time_s for plan in ranking.plans]
-    assert times == sorted(times) and len(times) == ranking.fitting == top.fitting
+    assert times == sorted(times) and len(times) == ranking.fitting == top.fitting + top.pruned
     assert [p.sizes for p in top.plans] == [p.sizes for p in ranking.plans[:3]]
 
 
