@@ -210,7 +210,20 @@ def _as_in_transformers(files: Mapping[str, bytes], model: Path) -> dict[str, by
     if _first_and_last(own) == _first_and_last(theirs):
         theirs.post_processor = own.post_processor  # transformers replaces null by one that adds no token
     changed = own.to_str() != theirs.to_str()
-    return {SETTINGS: files[SETTINGS], FILE: theirs.to_str().encode() if changed else files[FILE]}
+    return {SETTINGS: files[SETTINGS], FILE: _rewritten(files, theirs) if changed else files[FILE]}
+
+
+def _rewritten(files: Mapping[str, bytes], tokenizer: Tokenizer) -> bytes:
+    """Return the tokenizer.json of ``tokenizer``, with the settings for truncation and padding in ``files``.
+
+    transformers reads the ``pad_token`` there if the settings of the tokenizer have none.
+    """
+    before = Tokenizer.from_buffer(files[FILE])
+    if before.truncation:
+        tokenizer.enable_truncation(**before.truncation)
+    if before.padding:
+        tokenizer.enable_padding(**before.padding)
+    return tokenizer.to_str().encode()
 
 
 def is_companion(name: str) -> bool:
@@ -304,7 +317,7 @@ def with_first_tokens(files: Mapping[str, bytes], ids: list[int], where: object)
             pair=None,
             special_tokens=[(name, token) for token, name in names.items()],
         )
-    return {**files, FILE: tokenizer.to_str().encode()}
+    return {**files, FILE: _rewritten(files, tokenizer)}
 
 
 def as_trained(files: Mapping[str, bytes], identity: Mapping[str, str], where: object) -> dict[str, bytes]:
