@@ -304,6 +304,7 @@ def chosen_first_tokens(chosen: bool | None, tokenizer: Tokenizer, files: Mappin
 def with_first_tokens(files: Mapping[str, bytes], ids: list[int], where: object) -> dict[str, bytes]:
     """Return the files of a tokenizer that puts the tokens ``ids`` before a text.
 
+    Classes of transformers that add tokens by themselves are replaced by ``PreTrainedTokenizerFast`` in the settings.
     ``where``: the directory in the message of the ConfigError for a damaged tokenizer.
     """
     tokenizer = parse(files, where)
@@ -317,7 +318,11 @@ def with_first_tokens(files: Mapping[str, bytes], ids: list[int], where: object)
             pair=None,
             special_tokens=[(name, token) for token, name in names.items()],
         )
-    return {**files, FILE: _rewritten(files, tokenizer)}
+    changed = {FILE: _rewritten(files, tokenizer)}
+    if SETTINGS in files:
+        settings = dict(json.loads(files[SETTINGS])) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+        changed[SETTINGS] = json.dumps(settings, indent=2, ensure_ascii=False).encode()
+    return {**files, **changed}
 
 
 def as_trained(files: Mapping[str, bytes], identity: Mapping[str, str], where: object) -> dict[str, bytes]:

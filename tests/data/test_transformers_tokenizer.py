@@ -141,6 +141,9 @@ def compare(source, directory, refused=False, splits=False):
     text = theirs.encode(TEXTS[0], add_special_tokens=False)
     first = expected[0].index(text[0])
     assert tokenizers.first_tokens(plain) == expected[0][:first]
+    for other in ([], text[:2]):
+        again = transformers_tokenizer.load(tokenizers.with_first_tokens(files, other, source), source)
+        assert [again.encode(text) for text in TEXTS] == [[*other, *ids[first:]] for ids in expected]
     try:
         chat = rendered(theirs, MESSAGES)
     except ValueError:
@@ -175,7 +178,7 @@ def sentence_pieces(model: str) -> Tokenizer:
 
 
 CLASSES = [
-    "PreTrainedTokenizerFast", "LlamaTokenizer", "GemmaTokenizer", "T5Tokenizer", "CohereTokenizer"
+    "PreTrainedTokenizerFast", "LlamaTokenizer", "GemmaTokenizer", "T5Tokenizer", "CohereTokenizer", "RobertaTokenizer"
 ]  # fmt: skip
 
 
