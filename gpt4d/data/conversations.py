@@ -9,6 +9,7 @@ from gpt4d.config import ConfigError
 from gpt4d.runtime.errors import one_line
 
 ASSISTANT = "assistant"
+COLUMNS = "messages", "conversations", "prompt", "completion", "tools"  # columns of a row that may be read
 READ = "weights, parts and tools as texts"  # the read parts of a row, in the identity of prepared conversations
 # Names of the speakers in ShareGPT's format, and their roles.
 _SPEAKERS = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bing": ASSISTANT, "bard": ASSISTANT}

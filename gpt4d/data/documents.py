@@ -183,6 +183,7 @@ def _csv_rows(file: CorpusFile, config: DataConfig, unread: Unread) -> Iterator[
     csv.field_size_limit(sys.maxsize)
     rows = csv.DictReader(lines(), strict=True, restkey="(without a name)")
     try:
+        _read_columns(rows.fieldnames or (), config, file)
         for row in rows:
             yield row, f"{file}:{rows.line_num}", bytes_read
     except csv.Error as error:
@@ -195,13 +196,13 @@ def _parquet_rows(file: CorpusFile, config: DataConfig, unread: Unread) -> Itera
     def batches(stored: Any) -> Batches:
         with ParquetFile(stored) as parquet:
             read, names = 0, parquet.schema_arrow.names
-            columns = [config.column] if config.column in names and config.source != "chat" else names
+            columns = _read_columns(names, config, file)
             for batch in parquet.iter_batches(batch_size=_BATCH_ROWS, columns=columns):
                 read += batch.num_rows
                 unread.update({(ROWS, name): batch.num_rows for name in names if name not in columns})
                 yield batch, read / parquet.metadata.num_rows
 
-    return _rows_of(file, config, batches)
+    return _rows_of(file, config, unread, batches)
 
 
 def _arrow_rows(file: CorpusFile, config: DataConfig, unread: Unread) -> Iterator[Row]:
@@ -219,10 +220,10 @@ def _arrow_rows(file: CorpusFile, config: DataConfig, unread: Unread) -> Iterato
             count = reader.num_record_batches
             yield from ((reader.get_batch(number), (number + 1) / count) for number in range(count))
 
-    return _rows_of(file, config, batches)
+    return _rows_of(file, config, unread, batches)
 
 
-def _rows_of(file: CorpusFile, config: DataConfig, batches: Callable[[Any], Batches]) -> Iterator[Row]:
+def _rows_of(file: CorpusFile, config: DataConfig, unread: Unread, batches: Callable[[Any], Batches]) -> Iterator[Row]:
     """Yield the rows of a file of columns. ``batches`` reads its decompressed content, which is seekable."""
     import pyarrow
 
@@ -232,15 +233,32 @@ def _rows_of(file: CorpusFile, config: DataConfig, batches: Callable[[Any], Batc
             in_memory = file.is_compressed or not content.seekable()
             for batch, fraction in batches(io.BytesIO(content.read()) if in_memory else content):
                 batch.validate(full=True)  # pyarrow reads outside the file if an offset of a damaged file is too large
-                for row in batch.to_pylist():
+                columns = _read_columns(batch.schema.names, config, file)
+                for name, values in zip(batch.schema.names, batch.columns, strict=True):
+                    if name not in columns and values.null_count < len(values):
+                        unread[ROWS, name] += len(values) - values.null_count
+                for row in batch.select(columns).to_pylist():
                     if config.source == "chat":
                         row = {name: _without_nulls(value) for name, value in row.items()}
                     yield row, f"{file}: row {number}", int(file.size * fraction)
                     number += 1
-    except MemoryError:  # which an ArrowException may be
+    except (MemoryError, ConfigError):  # an ArrowException may be a MemoryError
         raise
-    except (pyarrow.ArrowException, *READ_ERRORS, UnicodeDecodeError) as error:
+    # Python has no type for values such as dates after the year 9999.
+    except (pyarrow.ArrowException, *READ_ERRORS, ValueError, ArithmeticError, LookupError) as error:
         raise _unreadable(file, error) from None
+
+
+def _read_columns(names: Sequence[str], config: DataConfig, file: CorpusFile) -> list[str]:
+    """Return the columns of a file that are read; all, for an error message, if there are none.
+
+    Raises ConfigError if two of them have one name.
+    """
+    wanted = conversations.COLUMNS if config.source == "chat" else (config.column,)
+    read = [name for name in names if name in wanted]
+    if twice := [name for name in read if read.count(name) > 1]:
+        raise ConfigError(f"{file}: two columns are named {one_line(twice[0])}; rename one")
+    return read or [*names]
 
 
 def _without_nulls(value: Any) -> Any:

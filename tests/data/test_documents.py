@@ -22,6 +22,7 @@ from pyarrow import ipc, parquet
 
 from gpt4d.config import DataConfig, check_data, patterns, written_source
 from gpt4d.data import sources
+from gpt4d.data.conversations import ROWS, Unread
 from gpt4d.data.documents import documents, files, identity, is_held_out, readers, size
 from tests.support.data_files import flip_bit, one_line
 from tests.support.environment import REPOSITORY
@@ -154,6 +155,7 @@ NOT_UTF8 = table(parquet.ParquetWriter, pyarrow.array([b"fine", b"\xff\xfe"]).vi
         ("a.tar.gz", gzip.compress(b"x"), r"a\.tar\.gz: the suffix \.tar is not known to data=files; leave .* or read"),
         ("a.csv", b'text\n"fine"\n"open\n', r"a\.csv:3: invalid CSV \(unexpected end of data\); fix or remove the"),
         ("a.csv", b"id,body\n1,x\n", r"a\.csv:2: no text in data\.column=text; .* \(here: id, body\)"),
+        ("a.csv", b"text,id,text\na,1,b\n", r"a\.csv: two columns are named text; rename one"),
         ("a.csv", b"text,id\n\xff,1\n", r"a\.csv:2: byte 0 is not UTF-8"),
         ("a.arrow", b"nonsense", r"a\.arrow: cannot be read"),
         ("a.arrow", b"", r"a\.arrow: cannot be read"),
@@ -240,6 +242,7 @@ READ_DAMAGED = """
 import random, sys
 from pathlib import Path
 from gpt4d.config import ConfigError, DataConfig
+from gpt4d.data.conversations import ROWS, Unread
 from gpt4d.data.documents import documents
 
 (path, intact), (seeds, source, read) = map(Path, sys.argv[1:3]), sys.argv[3:]
@@ -278,6 +281,32 @@ def test_a_damaged_file_of_columns_gives_text_of_the_file_or_one_line(tmp_path, 
     assert done.returncode == 0, f"{done.returncode}: {done.stdout[-300:]} {done.stderr[-2000:]}"
     lines = done.stdout.split("\n")
     assert lines.count("line") and lines.count("line") + lines.count("read") + lines.count("changed") == len(seeds)
+
+
+FAR = pyarrow.array([2**50], pyarrow.timestamp("ms"))  # after the last date of Python
+TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+READ = {"text": pyarrow.array(["a"]), "messages": pyarrow.array([TURNS])}
+
+
+@pytest.mark.parametrize("column", READ)
+@pytest.mark.parametrize("write", [ipc.new_file, ipc.new_stream, parquet.ParquetWriter])
+def test_only_the_columns_that_are_read_must_have_one_name_and_values_of_python(tmp_path, write, column):
+    chat, path = column == "messages", tmp_path / ("a.parquet" if write is parquet.ParquetWriter else "a.arrow")
+
+    def read(names, *columns):
+        found = pyarrow.table([*columns], names=names)
+        with write(str(path), found.schema) as writer:
+            writer.write_table(found)
+        unread = Unread()
+        (document,) = documents(DataConfig(source="chat" if chat else "files", path=str(path)), unread)
+        return document.text, dict(unread)
+
+    text, unread = read([column, "far", "far"], READ[column], FAR, FAR)
+    assert (json.loads(text)[0] == TURNS if chat else text == "a") and set(unread) == {(ROWS, "far")}
+    with one_line(rf"{path}: two columns are named {column}; rename one"):
+        read([column, column], READ[column], READ[column])
+    with one_line(rf"{path}: cannot be read \(date value out of range\)"):
+        read([column, "tools"] if chat else [column], *([READ[column], FAR] if chat else [FAR]))
 
 
 def test_library_messages_of_several_lines_become_one_line(tmp_path, monkeypatch):
