@@ -190,6 +190,10 @@ class LanguageModeling(ReadingTask):
             self._tokenizer_files, self._begin = dict[str, bytes](), self._files.first_tokens
             if self._fingerprint:
                 self._tokenizer_files = tokenizers.with_companions(directory / FILE)
+            if self._masked:  # prompts without a template begin as the texts of the checkpoint before
+                chosen = begin_of_text(self.config)
+                tokenizer = self._files.tokenizer()
+                self._begin = tokenizers.chosen_first_tokens(chosen, tokenizer, self._tokenizer_files)
             training, held_out = (
                 [self._sequences(files, split) for files in self._corpus.files] for split in ("train", "validation")
             )

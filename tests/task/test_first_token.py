@@ -15,7 +15,7 @@ from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.data import tokenizers, transformers_tokenizer
 from gpt4d.task import language
 from gpt4d.task.task import GenerateConfig
-from tests.support.chat import user, write_tokenizer
+from tests.support.chat import chat_overrides, user, write_tokenizer
 from tests.support.evaluation_models import imported, shared_model
 from tests.support.grids import metric_lines, train_in_rank
 from tests.support.rank_pool import RankFailure
@@ -74,6 +74,8 @@ LLAMA_OVERRIDES = [
 def test_a_run_keeps_its_first_token_or_its_lack_of_one_in_resumes_prompts_and_exports(ranks, tiny, tmp_path):
     _, base = imported("llama", tmp_path, "<s>")
     common = [*LLAMA_OVERRIDES, f"data.tokenizer={base}", f"checkpoint.init={base}"]
+    (tmp_path / "chat").mkdir()
+    chat = chat_overrides(tmp_path / "chat")
     bos = transformers_tokenizer.load(Checkpoint.open(base).model_files(), base).bos_token_id
     for name, setting in (("with", ()), ("without", ("data.begin_of_text=false",))):
         run = tmp_path / name
@@ -96,6 +98,10 @@ def test_a_run_keeps_its_first_token_or_its_lack_of_one_in_resumes_prompts_and_e
         text.write_text("The people of every state. " * 200)
         further = [f"checkpoint.init={run}", f"data.path={text}", f"run.dir={run}2", "train.steps=1"]
         assert remark in train(tiny(*common[:-1], *further))[0]
+        # So does a run on conversations, whose prompts without a template begin as the ones of this run.
+        tuned = [f"checkpoint.init={run}", f"data.tokenizer={base}", f"run.dir={run}3", "train.seq_len=48"]
+        train(tiny(*common[:-2], *chat, *tuned, "model.max_positions=48", "train.steps=1"))
+        assert Checkpoint.open(tmp_path / f"{name}3").model_files() == checkpoint.model_files()
 
 
 def test_a_stream_begins_documents_as_prepared_token_files_do(ranks, tiny, tmp_path):
