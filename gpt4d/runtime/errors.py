@@ -1,5 +1,6 @@
 """Display of errors: a user's mistake as one line with exit code 1, a bug with its traceback."""
 
+import errno
 import sys
 import time
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from gpt4d.runtime.launch import Launch, print_error
 from gpt4d.runtime.output import allow_lost_output
 from gpt4d.runtime.signals import EXIT_CODE
 
+# Errors of paths: no permission, too long a name, an unavailable or damaged file system.
+_OF_PATHS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ESTALE, errno.ENOTCONN, errno.EIO)
 _INTERRUPTED = 130  # exit code of a command that Ctrl-C has ended
 PRINT_GRACE_S = 30.0  # for rank 0 to find the same error
 _SHORT_GRACE_S = 1.0  # for rank 0 to print an error that it has found
@@ -51,7 +54,7 @@ def one_line(error: object) -> str:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Print a ConfigError (Hydra's and OmegaConf's errors included) as one line, and exit with the error's code.
+    """Print a ConfigError (errors of Hydra, OmegaConf and paths included) as one line, and exit with its code.
 
     Usually all ranks raise the same error and rank 0 prints it. All further ranks wait before they exit, because a
     launcher ends all processes as soon as one fails, and rank 0 may be slower. After that wait, the first rank of every
@@ -71,6 +74,8 @@ def one_line_errors() -> Iterator[None]:
         sys.exit(raised.exit_code)
     except Exception as raised:
         error = to_config_error(raised)
+        if isinstance(raised, OSError) and raised.errno in _OF_PATHS and raised.filename:
+            error = ConfigError(f"{raised.filename}: {raised.strerror}; use a path that this user may access")
         if not isinstance(error, ConfigError):
             raise
         launch = Launch.for_errors()

@@ -1,11 +1,17 @@
 """Output that nobody can read any more ends no command."""
 
+import errno
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from gpt4d.checkpoint.checkpoint_dir import Checkpoint
+from gpt4d.checkpoint.importer import import_model
+from gpt4d.config import compose
+from gpt4d.run import train
 from gpt4d.runtime.errors import one_line_errors
 from tests.support.environment import REPOSITORY
 from tests.support.jobs import ended_job
@@ -53,3 +59,27 @@ def test_ctrl_c_ends_a_command_with_one_line_and_130(capsys):
     with pytest.raises(SystemExit) as ended, one_line_errors():
         raise KeyboardInterrupt
     assert ended.value.code == 130 and capsys.readouterr().err == "interrupted\n"
+
+
+LONG = "a" * 300  # no file system has such a name; a directory of another user fails at the same places
+SETTINGS = "run.dir", "checkpoint.init", "checkpoint.resume", "data.tokenizer", "data=tokens data.path"
+PATHS = {
+    "checkpoint": lambda: Checkpoint.open(Path(LONG)),
+    "source": lambda: import_model(LONG, Path("out")),
+    **{key: lambda key=key: train(compose([*f"{key}={LONG}".split(), "run.dry=true"])) for key in SETTINGS},
+}
+
+
+@pytest.mark.parametrize("key", PATHS)
+def test_a_path_that_cannot_be_accessed_is_one_line(capsys, monkeypatch, key):
+    monkeypatch.setattr("faulthandler.enable", lambda: None)  # it needs the real stderr
+    with pytest.raises(SystemExit) as ended, one_line_errors():
+        PATHS[key]()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 1 and line.startswith(f"error: {LONG}") and ": File name too long; use a path" in line
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ENOENT])
+def test_a_missing_file_that_no_check_has_found_is_a_bug_with_a_traceback(capsys, number):
+    with pytest.raises(FileNotFoundError if number == errno.ENOENT else SystemExit), one_line_errors():
+        raise OSError(number, os.strerror(number), "file")
