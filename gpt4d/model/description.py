@@ -132,8 +132,7 @@ class Description:
         rules: the extents that the grid has to divide, in the user's terms.
         tensors: tensors between units, by name. ``STREAM`` goes from each unit to the next one. All further tensors go
             from the unit that produces them to each unit that uses them. A model need not have a stream.
-        model_flops: FLOPs of a training step's forward and backward for (samples, length), as the field counts them for
-            this family; None for three times the forward's.
+        model_flops: FLOPs of a training step's forward and backward for (samples, length); None: those of the products.
         unused_parameters: number of elements of parameters that a token does not use: experts of other tokens.
         imbalance: rows of the busiest device's experts, divided by the mean, as the planner assumes.
         loss_chunks: ``train.loss_chunks``.
@@ -384,14 +383,15 @@ class Description:
         return other
 
     def training_flops(self, samples: int, length: int) -> float:
-        """Return the FLOPs of one training step, forward and backward, without recomputation."""
+        """Return the FLOPs of one training step, forward and backward, without recomputation (``Probe.flops``)."""
         if self.model_flops is not None:
             return self.model_flops(samples, length)
-        return 3 * samples * sum(self.probe.flops(unit, length) for unit in self.units)
+        return samples * sum(self.probe.flops(unit, length) for unit in self.units)
 
     def hardware_flops(self, samples: int, length: int) -> float:
         """Return the FLOPs of a step whose blocks are recomputed in the backward (Narayanan et al.)."""
-        return self.training_flops(samples, length) * 96 / 72
+        again = sum(self.probe.forward_flops(block, length) for block in self.blocks)
+        return self.training_flops(samples, length) + samples * again
 
 
 def joined(units: Sequence[Unit]) -> Part:

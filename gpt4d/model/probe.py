@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gpt4d.config import GridSizes
 from gpt4d.parallel.context import Context
 from gpt4d.parallel.engine.prefetch import BACKWARD, FORWARD, RECOMPUTATION, LayerWeights
+from gpt4d.parallel.layers.attention import AttentionSpec
 from gpt4d.parallel.layers.conv import Conv2dSpec
 from gpt4d.parallel.layers.experts import ExpertsSpec
 from gpt4d.parallel.layers.linear import LinearSpec
@@ -40,6 +41,7 @@ class Product(NamedTuple):
 
 class _Facts(NamedTuple):
     weights: LayerWeights  # names relative to the unit
+    forward_flops: float
     flops: float
     products: tuple[Product, ...]
 
@@ -57,8 +59,15 @@ class Probe:
         return LayerWeights(*(tuple(_prefix(unit) + name for name in names) for names in weights))
 
     def flops(self, unit: Unit, length: int) -> float:
-        """Return the FLOPs of the forward of one sample of ``length`` tokens."""
+        """Return the FLOPs of the products of one sample of ``length`` tokens, forward and backward.
+
+        Attention counts as unfused products with all keys of its window, whether a causal mask hides them or not.
+        """
         return self._facts(unit, length, recompute=False).flops
+
+    def forward_flops(self, unit: Unit, length: int) -> float:
+        """Return the FLOPs of the forward of one sample of ``length`` tokens, counted as by ``flops``."""
+        return self._facts(unit, length, recompute=False).forward_flops
 
     def products(self, unit: Unit, length: int) -> tuple[Product, ...]:
         """Return the products of a block whose input is split."""
@@ -92,12 +101,13 @@ class Probe:
             else:
                 received[name] = tape.leaf(device, edge.shape(1, length), dtype, lambda gradient: None)
         produced = spec.compute(model, unit.part, received, *spec.planned_batch(tensor, 1, length))
-        flops = device.flops
+        forward, device.backward = device.flops, True
         tape.backward([(out, out.like()) for out in produced.values() if out.edge is not None])
         names: dict[str, list[str]] = {phase: [] for phase in (FORWARD, RECOMPUTATION, BACKWARD)}
         for phase, name in weights.uses:
             names[phase].append(name.removeprefix(_prefix(unit)))
-        return _Facts(LayerWeights(*map(tuple, names.values())), flops, tuple(weights.products))
+        hidden, phases = weights.hidden_flops, LayerWeights(*map(tuple, names.values()))
+        return _Facts(phases, forward - hidden, device.flops - 3 * hidden, tuple(weights.products))
 
 
 def _prefix(unit: Unit) -> str:
@@ -111,12 +121,14 @@ class _Counter:
 
     def __init__(self):
         self.records, self.recomputation = True, None
-        self.flops = 0.0
+        self.flops, self.backward = 0.0, False
         self.plans: dict[tuple, Any] = {}
         self.numbers: Iterator[int] = itertools.count()
 
     def compute(self, computation: Computation) -> None:
-        self.flops += computation.flops
+        # The kernel of attention's gradients recomputes the scores: one of its five products.
+        recomputes = self.backward and computation.attention is not None
+        self.flops += computation.flops * (0.8 if recomputes else 1)
 
     def hold(self, nbytes: int) -> None: ...
 
@@ -137,6 +149,7 @@ class _RecordingWeights(SymbolicWeights):
     def __init__(self, context: Context, parameters: Mapping[str, ParameterSpec]):
         self.uses: list[tuple[str, str]] = []  # phase and weight
         self.products: list[Product] = []
+        self.hidden_flops = 0  # products with keys outside a window in the forward
         super().__init__(context, parameters)
 
     def gather(self, shard: Any) -> Any:
@@ -155,10 +168,16 @@ class _RecordedLayer(SymbolicLayer):
         result, spec = super().__call__(*inputs), self.spec
         if isinstance(spec, ExpertsSpec):
             self._record_experts(spec, *inputs)
+        if isinstance(spec, AttentionSpec) and spec.window is not None:
+            self._record_window(spec.window, *inputs)
         if not isinstance(spec, LinearSpec | Conv2dSpec) or spec.split.contracted is None:
             return result
         (x,) = inputs
         return self._recorded(spec, x, result)
+
+    def _record_window(self, window: int, q_BShs: Any, *_: Any) -> None:
+        assert isinstance(self.weights, _RecordingWeights)
+        self.weights.hidden_flops += 4 * math.prod(q_BShs.shape) * max(0, q_BShs.shape[1] - window)
 
     def _record_experts(self, spec: ExpertsSpec, x: Any, routing: Any, *_: Any) -> None:
         """Record both products of the experts of a token. One row of each token is reduced over x."""

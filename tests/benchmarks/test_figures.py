@@ -8,7 +8,6 @@ import pytest
 from benchmarks import report
 from benchmarks.experiments import atp, moe_quality, muon, one_device, optimizers, overhead, stream
 from benchmarks.training import train_together, validations
-from gpt4d.model.moe.model import active_llama
 from tests.support.settings import configured
 
 ANSWERS = [
@@ -145,7 +144,8 @@ def test_streams_alternate_with_token_files_and_the_ratio_is_of_medians_without_
 
 def test_the_dense_model_is_the_llama_of_the_experts_that_a_token_uses():
     mixture, dense = (configured(moe_quality.MODELS[name]) for name in ("mixture", "dense"))
-    assert replace(active_llama(mixture.model), name=dense.model.name) == dense.model
+    inner = mixture.model.experts_per_token * mixture.model.inner
+    assert replace(mixture.model.llama, inner=inner, name=dense.model.name) == dense.model
     assert (dense.train, dense.data, dense.optim) == (mixture.train, mixture.data, mixture.optim)
 
 

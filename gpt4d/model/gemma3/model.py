@@ -128,13 +128,4 @@ def describe(config: Gemma3Config) -> Description:
         parts=(units_of(config.global_blocks),),
         # The embedding is multiplied by the square root of the width.
         width_exponents={"norm.weight": 0.5, "tokens.weight": 0.5},
-        model_flops=lambda samples, length: _model_flops(config, samples, length),
     )
-
-
-def _model_flops(config: Gemma3Config, samples: int, length: int) -> float:
-    """Return the FLOPs of one training step, counted as for a Llama, but without keys outside the window."""
-    of_llama = describe_llama(config.llama).model_flops
-    assert of_llama is not None
-    outside = config.global_blocks.count(False) * max(0, length - config.window)
-    return of_llama(samples, length) - samples * length * 12 * outside * config.heads * config.head_size

@@ -113,12 +113,4 @@ def describe(config: GPT2Config) -> Description:
         ),
         tensors={STREAM: residual_stream(h)},
         width_exponents={"norm.weight": 1, "norm.bias": 1},
-        model_flops=lambda samples, length: _model_flops(config, samples, length),
     )
-
-
-def _model_flops(config: GPT2Config, samples: int, length: int) -> float:
-    """Return the FLOPs of one training step, forward and backward, without recomputation (Narayanan et al.)."""
-    h, layers, vocabulary = config.hidden, config.layers, config.padded_vocab_size
-    attention_and_head = 1 + length / (6 * h) + vocabulary / (16 * layers * h)
-    return 72 * samples * length * layers * h**2 * attention_and_head

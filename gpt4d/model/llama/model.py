@@ -134,16 +134,4 @@ def describe(config: LlamaConfig) -> Description:
         ),
         tensors={STREAM: residual_stream(h)},
         width_exponents={"norm.weight": 1},
-        model_flops=lambda samples, length: _model_flops(config, samples, length),
     )
-
-
-def _model_flops(config: LlamaConfig, samples: int, length: int) -> float:
-    """Return the FLOPs of one training step, forward and backward, without recomputation.
-
-    They are six per token for each weight of a linear layer, plus attention to all positions as for GPT-2.
-    """
-    attended = config.heads * config.head_size
-    weights = config.hidden * (sum(config.qkv_channels) + attended + 3 * config.inner)
-    per_token = config.layers * (6 * weights + 12 * length * attended) + 6 * config.hidden * config.padded_vocab_size
-    return samples * length * per_token

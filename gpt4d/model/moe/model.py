@@ -90,10 +90,6 @@ def describe(config: MoeConfig) -> Description:
     ]
     if config.shared_inner:
         rules.append(Divisibility("model.shared_inner", config.shared_inner, ("x", "z")))
-    active = describe_llama(active_llama(config))
-    router = 6 * config.layers * config.hidden * config.experts
-    assert active.model_flops
-    of_llama = active.model_flops
     unused = config.layers * (config.experts - config.experts_per_token) * 3 * config.hidden * config.inner
     return replace(
         llama,
@@ -101,10 +97,4 @@ def describe(config: MoeConfig) -> Description:
         imbalance=config.imbalance,
         model=model(config).of_parts,
         rules=tuple(rules),
-        model_flops=lambda samples, length: of_llama(samples, length) + samples * length * router,
     )
-
-
-def active_llama(config: MoeConfig) -> Any:
-    """Return the settings of the Llama whose MLPs have as many features as the experts that a token uses."""
-    return replace(config.llama, inner=config.experts_per_token * config.inner + config.shared_inner)
