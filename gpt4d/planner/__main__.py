@@ -4,9 +4,12 @@
   grid=4x1x2x1     answer for this grid gx·gy·gz·gdata only: whether it fits, and settings that make it fit
   tokens=100e9     tokens to train on: hours and device-hours; by default, of train.steps
   top=10           maximum number of plans
-  format=json      a list for programs, best first; or table
+  format=json      a list for programs, best first; or table; or megatron, torchtitan: that trainer's arguments
   plot=plan.png    a plot of the plans
   cost=ours        rank by the predicted time of a step; or aware, agnostic: by the 4D paper's models of communication
+
+A job of another trainer: trainer=megatron or torchtitan, with its degrees tp, pp, cp, dp (torchtitan: of the shards,
+and replicate), ep, and vp (chunks of a pipeline rank), micro_batch=1, recompute=none, selective or full.
 
 Further arguments are overrides, as for train.py: model=gpt_20b cluster=perlmutter train.batch_size=256. The planner
 chooses the settings that they leave open: the grid, pipeline stages, microbatches, optim.shard_states,
@@ -38,10 +41,12 @@ from gpt4d.config import (
 )
 from gpt4d.data.completion import complete
 from gpt4d.model import registry
-from gpt4d.planner import atp, tables
+from gpt4d.planner import atp, tables, trainers
 from gpt4d.planner.capacity import check_machine, fewest_devices
 from gpt4d.planner.duration import batch_text
+from gpt4d.planner.estimate import Plan
 from gpt4d.planner.fitting import fit
+from gpt4d.planner.launching import merged
 from gpt4d.planner.options import open_keys
 from gpt4d.planner.resolve import resolve
 from gpt4d.planner.search import check_open, rank
@@ -53,7 +58,7 @@ _MAX_DEVICES = 4096  # upper limit of the search for the minimum number of devic
 
 
 @dataclass
-class PlannerQuery:
+class PlannerQuery(trainers.TrainerJob):
     """Arguments of the planner in addition to the configuration. The module's text explains them."""
 
     world_size: int | None = None
@@ -80,6 +85,11 @@ def main(arguments: list[str]) -> None:
     if query.tokens is not None:
         overrides.append(f"train.tokens={query.tokens:.15g}")
     config = complete(compose(overrides))
+    if query.degrees:
+        if query.grid is not None:
+            raise ConfigError(f"grid={query.grid}: follows from the degrees of the other trainer's job; leave it out")
+        query.grid, overrides = trainers.as_plan(query, config, query.world_size, overrides)
+        config = complete(compose(overrides))
     _check(query, config)
     if query.format == "table" and not any(word.startswith(("cluster=", "cluster.")) for word in overrides):
         print(f"cluster is not set: planned for {_machine(config)}; another one is cluster=dgx_h100, for example\n")
@@ -96,7 +106,10 @@ def main(arguments: list[str]) -> None:
 def _check(query: PlannerQuery, config: Config) -> None:
     check_values(config, registry.of(config.model))
     check_pipeline(config)
-    check_choice("format", query.format, ("table", "json"))
+    check_choice("format", query.format, ("table", "json", *trainers.TRAINERS))
+    of_grids = config.parallel.mode != "atp" and (query.world_size or query.grid)
+    if query.format in trainers.TRAINERS and not of_grids:
+        raise ConfigError(f"format={query.format}: states one plan of a grid; use parallel.mode=4d and world_size=64")
     check_choice("cost", query.cost, ("ours", "aware", "agnostic"))
     check_image_format("plot", query.plot)
     for key in ("world_size", "top"):
@@ -131,6 +144,8 @@ def _rank_grids(config: Config, devices: int, query: PlannerQuery, overrides: li
     ranking.check(config, devices)
     if query.format == "json":
         print(tables.as_json(ranking.plans, config, overrides))
+    elif query.format in trainers.TRAINERS:
+        print(_arguments(query.format, ranking.plans[0], overrides))
     else:
         print(f"{tables.table(config, devices, ranking)}\n\n{tables.runs(ranking.plans, config, overrides)}")
     if query.plot:
@@ -161,6 +176,9 @@ def _answer_for_grid(config: Config, query: PlannerQuery, overrides: list[str]) 
     if query.format == "json":
         print(tables.as_json([plan], answer.config, overrides))
         return
+    if query.format in trainers.TRAINERS and answer.fits:
+        print(_arguments(query.format, plan, overrides))
+        return
     usable, needed = usable_gib(answer.config.cluster), plan.memory_gib
     verdict = "fits" if answer.fits else "does not fit"
     if usable < needed and answer.fits:
@@ -177,6 +195,11 @@ def _answer_for_grid(config: Config, query: PlannerQuery, overrides: list[str]) 
     print("\n".join(lines))
     if answer.fits:
         print(tables.runs([plan], answer.config, overrides))
+
+
+def _arguments(trainer: str, plan: Plan, overrides: list[str]) -> str:
+    """Return the arguments of another trainer for a plan that ``overrides`` ask for."""
+    return trainers.arguments(trainer, complete(compose(merged(overrides, plan.overrides))))
 
 
 def _rank_meshes(config: Config, devices: int, query: PlannerQuery) -> None:

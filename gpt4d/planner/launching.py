@@ -16,8 +16,7 @@ def command(cluster: ClusterConfig, devices: int, arguments: Sequence[str], chos
         arguments: the user's overrides.
         chosen: the planner's overrides, which replace the user's overrides of the same keys.
     """
-    keys = {override.partition("=")[0] for override in chosen} | {"parallel.mode"}
-    words = [word for word in arguments if word.partition("=")[0] not in keys]
+    words = merged(arguments, chosen)
     per_node = min(devices, node_size(cluster))
     nodes = -(-devices // per_node)
     start = f"torchrun --nproc-per-node {devices} train.py" if devices > 1 else "python train.py"
@@ -27,7 +26,13 @@ def command(cluster: ClusterConfig, devices: int, arguments: Sequence[str], chos
         start = f"sbatch --nodes={nodes} {'' if whole else _tasks(cluster, per_node)}scripts/slurm/{cluster.name}.sh"
     elif nodes > 1:
         start = f"sbatch --nodes={nodes} {_tasks(cluster, per_node)}scripts/slurm/generic.sh"
-    return " ".join([start, *map(shlex.quote, [*words, *chosen])])
+    return " ".join([start, *map(shlex.quote, words)])
+
+
+def merged(arguments: Sequence[str], chosen: Sequence[str]) -> list[str]:
+    """Return the user's overrides, and the planner's overrides in place of those of the same keys."""
+    keys = {override.partition("=")[0] for override in chosen} | {"parallel.mode"}
+    return [*(word for word in arguments if word.partition("=")[0] not in keys), *chosen]
 
 
 def _tasks(cluster: ClusterConfig, per_node: int) -> str:
