@@ -82,6 +82,12 @@ def test_stages_are_chosen_where_the_links_between_nodes_are_slow():
     assert automatic.stages == chosen.stages and automatic.candidates[0].startswith(best.grid)
 
 
+def test_chunks_of_the_loss_do_not_change_the_blocks_of_stages():
+    configs = (configured(["model=llama_1b", "parallel.pipeline.stages=4", f"train.loss_chunks={n}"]) for n in (1, 8))
+    one, other = (stage_parts(config, registry.describe_run(config)) for config in configs)
+    assert one == other
+
+
 def test_what_the_configuration_sets_stays():
     settings = pipeline("stages=2", "schedule=gpipe", "microbatches=4")
     for plan in ranked(4, *SLOW, *settings).plans:
