@@ -18,6 +18,7 @@ from gpt4d.planner import __main__ as planner
 from gpt4d.validation import validate
 from tests.support.data_files import write
 from tests.support.environment import REPOSITORY
+from tests.support.planner_runs import ask
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 _STARTERS = r"(?:python|torchrun|srun|sbatch) "
@@ -61,6 +62,15 @@ def test_the_commands_are_found_and_have_no_unknown_key():
     commands = re.findall(r"train\.py ([^`|#\n]+)", text)
     keys = {key for command in commands for key in re.findall(r"(?:^|\s)([a-z_]+[\w.]*)=\S", command)}
     assert len(keys) > 40 and keys <= known, keys - known
+
+
+def test_the_machine_of_the_planners_guide_can_be_planned_for(tmp_path):
+    (text,) = re.findall(r"```yaml\n(.*?)```", (REPOSITORY / "docs/guides/planner.md").read_text(), re.DOTALL)
+    path = tmp_path / "lab.yaml"
+    path.write_text(text, encoding="utf-8")
+    assert len(text.splitlines()) == 8
+    answer = ask(f"cluster={path}", "world_size=8", "model=gpt_125m", "parallel.pipeline.stages=1", "top=1")
+    assert "gpt_125m on 8 device(s) of lab" in answer and "--nodes=2 --ntasks-per-node=4" in answer and "MFU" in answer
 
 
 @pytest.fixture(scope="module")

@@ -54,6 +54,7 @@ def to_config(composed) -> Config:
         if any("\0" in text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)):
             raise ConfigError(f"{key}={value!a}: has the character NUL, which no name and no path contains; remove it")
     config = cast(Config, OmegaConf.to_object(composed))
+    config.cluster = machine.sized(config.cluster)
     if config.lora.rank:
         config.model = replace(config.model, lora=config.lora)
     if config.optim.width_transfer:
@@ -190,6 +191,10 @@ def _register_schema() -> None:
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
     store.store(group="optim", name="adamw", node=OptimConfig)  # overrides the values in the model's file
+    default = asdict(ClusterConfig())
+    for name, cluster in machine.gpu_clusters().items():
+        stated = {key: value for key, value in asdict(cluster).items() if value != default[key]}
+        store.store(group="cluster", name=name, node=stated)
     machine.register_resolver()
     OmegaConf.register_new_resolver("sequences", _sequences, replace=True)
 

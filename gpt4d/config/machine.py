@@ -1,15 +1,16 @@
-"""Description of this machine for the planner, ``cluster=auto``: its GPUs, its memory, and the tasks on its nodes."""
+"""Machines that the planner knows: this machine, ``cluster=auto``, and nodes of a known GPU, ``cluster=h100``."""
 
 import math
 import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gpt4d.config.fields import ConfigError
 from gpt4d.config.launchers import innermost, number, tasks_on_node
 from gpt4d.config.schema import ClusterConfig, LevelConfig
 
@@ -66,6 +67,50 @@ _GPUS = {
     "MI250": GpuModel(181, 105, None, 1200, 150, 12.5),
     "MI210": GpuModel(181, 105, None, 1200, 50, 12.5),
 }
+
+
+class GpuNode(NamedTuple):
+    """Memory of a GPU and the nodes that are sold with it, from the vendors' data sheets."""
+
+    memory_gib: float  # as torch reports it, which is less than the vendor's number
+    gpus: int = 8  # devices of a node
+    nodes: int = 1  # nodes whose GPUs are connected like the GPUs of one node: a rack with NVLink switches has 18
+    pair_gb_s: float | None = None  # to one other GPU of the node, in each direction; None: as to all of them
+
+
+_NODES = {
+    "GB300": GpuNode(276, 4, 18),
+    "B300": GpuNode(267),
+    "GB200": GpuNode(184, 4, 18),
+    "B200": GpuNode(178),
+    "GH200": GpuNode(94.5, 4),
+    "H200 NVL": GpuNode(139.5),
+    "H200": GpuNode(139.5),
+    "H100 NVL": GpuNode(93),
+    "H100 PCIe": GpuNode(79),
+    "H100": GpuNode(79),
+    "H800": GpuNode(79),
+    "H20": GpuNode(95),
+    "A100 80GB PCIe": GpuNode(79),
+    "A100-PCIE": GpuNode(39.4),
+    "A100-SXM4-40GB": GpuNode(39.4),
+    "A100": GpuNode(79),
+    "A800": GpuNode(79),
+    "L40S": GpuNode(44.4),
+    "RTX 6000 Ada": GpuNode(47.4),
+    "RTX A6000": GpuNode(47.4),
+    "RTX 5090": GpuNode(31.3),
+    "RTX 4090": GpuNode(23.5),
+    "RTX 3090": GpuNode(23.5),
+    "MI355X": GpuNode(287, pair_gb_s=65),
+    "MI350X": GpuNode(287, pair_gb_s=65),
+    "MI325X": GpuNode(255, pair_gb_s=45),
+    "MI300X": GpuNode(191, pair_gb_s=45),
+    "MI300A": GpuNode(127, 4),
+    "MI250X": GpuNode(63.9, pair_gb_s=50),
+    "MI250": GpuNode(63.9, pair_gb_s=50),
+    "MI210": GpuNode(63.9),
+}
 _UNKNOWN_GPU = GpuModel(None, 50, None, 500, 20, 1.25)
 _RESERVED_GIB = 1.0  # context of CUDA, cuBLAS, cuDNN
 # On 4 A100 with NVLink, NCCL took 544 MB per group of two, and 688 MB per larger group (NVIDIA/nccl issue 964).
@@ -86,8 +131,48 @@ class MachineFacts:
 
 def gpu_model(name: str) -> GpuModel | None:
     """Return the rates of the GPU that torch calls ``name``; None for a part of a GPU (MIG) and for unknown GPUs."""
-    found = (model for words, model in _GPUS.items() if re.search(rf"\b{words}\b", name))
+    key = _known_gpu(name)
+    return _GPUS[key] if key else None
+
+
+def _known_gpu(name: str) -> str | None:
+    found = (words for words in _GPUS if re.search(rf"\b{words}\b", name))
     return None if " MIG " in name else next(found, None)
+
+
+def gpu_clusters() -> dict[str, ClusterConfig]:
+    """Return a machine with any number of nodes of each known GPU, by names such as ``h100_pcie`` and ``rtx4090``."""
+    facts = {key: MachineFacts(0, gpu=key, gpu_gib=node.memory_gib, gpus=node.gpus) for key, node in _NODES.items()}
+    names = {key: re.sub(r"[ -]", "_", key.lower()).replace("rtx_", "rtx") for key in facts}
+    return {name: replace(describe(facts[key]), name=name) for key, name in names.items()}
+
+
+def sized(cluster: ClusterConfig) -> ClusterConfig:
+    """Return the machine with ``cluster.nodes`` nodes of ``cluster.devices_per_node`` devices, if they are set.
+
+    A device keeps its share of the links of its node to other nodes. Raises ConfigError for a machine without nodes.
+    """
+    nodes, devices = cluster.nodes, cluster.devices_per_node
+    if nodes is None and devices is None:
+        return cluster
+    *outer, inner = cluster.levels
+    if not outer or inner.ranks is None:
+        key = f"cluster.nodes={nodes}" if nodes else f"cluster.devices_per_node={devices}"
+        raise ConfigError(f"{key}: cluster.levels of {cluster.name} states no nodes; set it, or use cluster=h100")
+    if devices:
+        share = devices / inner.ranks
+        outer = [replace(level, group_gb_s=level.group_gb_s * share) for level in outer]
+        inner = replace(inner, ranks=devices)
+    if nodes:
+        for index in range(len(outer) - 1, 0, -1):
+            connected = min(nodes, outer[index].ranks or nodes)
+            if nodes % connected:
+                raise ConfigError(
+                    f"cluster.nodes={nodes}: {cluster.name} has groups of {connected} nodes; use a multiple"
+                )
+            outer[index], nodes = replace(outer[index], ranks=connected), nodes // connected
+        outer[0] = replace(outer[0], ranks=nodes)
+    return replace(cluster, levels=[*outer, inner])
 
 
 def describe(facts: MachineFacts) -> ClusterConfig:
@@ -107,9 +192,13 @@ def describe(facts: MachineFacts) -> ClusterConfig:
             reserved_gib=0.4,
             levels=[between, LevelConfig(facts.local_ranks, latency_us=100)] if several else [between],
         )
-    model = gpu_model(facts.gpu) or _UNKNOWN_GPU
+    known = _known_gpu(facts.gpu)
+    model, node = (_GPUS[known], _NODES[known]) if known else (_UNKNOWN_GPU, GpuNode(facts.gpu_gib))
     local = facts.gpus if facts.local_ranks is None else facts.local_ranks
-    inside = LevelConfig(local, model.link_gb_s, latency_us=5)
+    levels = [LevelConfig(local, model.link_gb_s, node.pair_gb_s, latency_us=5)]
+    if node.nodes > 1:
+        levels.insert(0, LevelConfig(node.nodes, model.link_gb_s * local, latency_us=5))
+    between = LevelConfig(None, model.network_gb_s * local * node.nodes, latency_us=10)
     return ClusterConfig(
         name=f"this machine's {facts.gpu}",
         device="cuda",
@@ -123,7 +212,7 @@ def describe(facts: MachineFacts) -> ClusterConfig:
         memory_gb_s=model.memory_gb_s,
         operation_us=4,
         skew_us=20,
-        levels=[LevelConfig(None, model.network_gb_s * local, latency_us=10), inside],
+        levels=[between, *levels],
     )
 
 

@@ -244,6 +244,8 @@ class ClusterConfig:
         0.9, "fraction of an unmeasured collective's time that overlaps computation", at_least=0, at_most=1
     )
     skew_us: float = setting(0.0, "delay with which the last rank of a group enters a collective", at_least=0)
+    nodes: int | None = setting(None, "number of nodes; null: as levels states", at_least=1)
+    devices_per_node: int | None = setting(None, "devices of a node; null: as levels states", at_least=1)
     levels: list[LevelConfig] = setting([LevelConfig()], "levels of links, outermost first")
     measured: list[MeasuredConfig] = setting([], "measured collectives, which take precedence over levels")
     atp_gb_s: Any = setting(None, "measured all-reduce bandwidths of ATP's meshes, such as {2x4: [1.2, 4.95]}")

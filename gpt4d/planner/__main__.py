@@ -92,7 +92,7 @@ def main(arguments: list[str]) -> None:
         config = complete(compose(overrides))
     _check(query, config)
     if query.format == "table" and not any(word.startswith(("cluster=", "cluster.")) for word in overrides):
-        print(f"cluster is not set: planned for {_machine(config)}; another one is cluster=dgx_h100, for example\n")
+        print(f"cluster is not set: planned for {_machine(config)}; another one is cluster=h100, for example\n")
     if query.grid is not None:
         _answer_for_grid(config, query, overrides)
     elif query.world_size is None:

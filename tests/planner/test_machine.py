@@ -43,6 +43,42 @@ def test_gpus_whose_names_contain_each_other_are_told_apart(name, peak_tflops, m
     assert (model.peak_tflops, model.memory_gb_s) == (peak_tflops, memory_gb_s)
 
 
+def test_every_gpu_is_a_machine_with_the_rates_of_its_table():
+    names = {*machine.gpu_clusters()}
+    assert machine._NODES.keys() == machine._GPUS.keys() and {"h100", "h100_pcie", "rtx4090", "mi300x"} <= names
+    for name, cluster in machine.gpu_clusters().items():
+        found = configured([f"cluster={name}"]).cluster
+        check_cluster(found)
+        assert found == cluster and found.levels[0].ranks is None and found.peak_tflops > found.matmul_tflops
+
+
+@pytest.mark.parametrize("name", ["h100", "a100"])
+def test_nodes_of_a_gpu_have_the_rates_of_its_file(name):
+    gpu, dgx = (configured([f"cluster={cluster}"]).cluster for cluster in (name, f"dgx_{name}"))
+    for key in ("peak_tflops", "matmul_tflops", "attention_tflops", "fp8_tflops", "memory_gb_s", "operation_us"):
+        assert getattr(gpu, key) == getattr(dgx, key)
+    assert [(each.ranks, each.group_gb_s) for each in gpu.levels] == [
+        (each.ranks, each.group_gb_s) for each in dgx.levels
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "levels"),
+    [
+        ("cluster=h100 cluster.nodes=4", [(4, 400), (8, 450)]),
+        ("cluster=h100 cluster.devices_per_node=2", [(None, 100), (2, 450)]),
+        ("cluster=perlmutter cluster.nodes=3 cluster.devices_per_node=2", [(3, 50), (2, 300)]),
+        ("cluster=gb200", [(None, 3600), (18, 3600), (4, 900)]),
+        ("cluster=gb200 cluster.nodes=36", [(2, 3600), (18, 3600), (4, 900)]),
+        ("cluster.nodes=8 cluster=gb200", [(1, 3600), (8, 3600), (4, 900)]),
+    ],
+)
+def test_a_machine_has_the_nodes_and_the_devices_per_node_that_are_asked_for(words, levels):
+    cluster = configured(words.split()).cluster
+    assert [(level.ranks, level.group_gb_s) for level in cluster.levels] == levels
+    assert machine.sized(cluster) == cluster
+
+
 def test_other_gpus_and_parts_of_a_gpu_have_no_peak():
     for name in ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA RTX A4000", "Tesla V100-SXM2-32GB"):
         assert machine.gpu_model(name) is None
