@@ -3,6 +3,7 @@
   world_size=32    number of devices; without it, the fewest that can train the model are printed
   grid=4x1x2x1     answer for this grid gx·gy·gz·gdata only: whether it fits, and settings that make it fit
   tokens=100e9     tokens to train on: hours and device-hours; by default, of train.steps
+  price=2.5        price of an hour of a device: adds the cost of the run
   top=10           maximum number of plans
   format=json      a list for programs, best first; or table; or megatron, torchtitan: that trainer's arguments
   plot=plan.png    a plot of the plans
@@ -18,6 +19,7 @@ memory free. With parallel.mode=atp, it ranks ATP's DeviceMesh(d1, d2). Nothing 
 GPUs.
 """
 
+import difflib
 import re
 import sys
 from dataclasses import dataclass, replace
@@ -39,6 +41,7 @@ from gpt4d.config import (
     from_arguments,
     known_keys,
 )
+from gpt4d.config.keys import groups
 from gpt4d.data.completion import complete
 from gpt4d.model import registry
 from gpt4d.planner import atp, tables, trainers
@@ -55,6 +58,7 @@ from gpt4d.runtime.errors import one_line_errors
 from gpt4d.writing import required_file
 
 _MAX_DEVICES = 4096  # upper limit of the search for the minimum number of devices
+_OTHER_NAMES = "gpus", "devices", "num_gpus", "n_gpus", "ngpus"  # of world_size
 
 
 @dataclass
@@ -64,6 +68,7 @@ class PlannerQuery(trainers.TrainerJob):
     world_size: int | None = None
     grid: str | None = None
     tokens: float | None = None
+    price: float | None = None
     top: int = 10
     format: str = "table"
     plot: str | None = None
@@ -82,6 +87,10 @@ def main(arguments: list[str]) -> None:
     own = tuple(f"{name}=" for name in names)
     query = from_arguments(PlannerQuery, [argument for argument in arguments if argument.startswith(own)])
     overrides = [argument for argument in arguments if not argument.startswith(own)]
+    for key in (override.partition("=")[0] for override in overrides):
+        meant = ["world_size"] if key in _OTHER_NAMES else difflib.get_close_matches(key, names, n=1)
+        if meant and key not in {*known_keys(), *groups()}:
+            raise ConfigError(f"{key}: there is no such argument; did you mean {meant[0]}?")
     if query.tokens is not None:
         overrides.append(f"train.tokens={query.tokens:.15g}")
     config = complete(compose(overrides))
@@ -114,6 +123,7 @@ def _check(query: PlannerQuery, config: Config) -> None:
     check_image_format("plot", query.plot)
     for key in ("world_size", "top"):
         check_at_least(key, getattr(query, key), 1, LARGEST_DEVICES)
+    check_at_least("price", query.price, 0)
     if config.parallel.mode != "atp":
         check_open(config.parallel, "leave it out, or ask for one grid: grid=4x1x2x1")
 
@@ -143,11 +153,12 @@ def _rank_grids(config: Config, devices: int, query: PlannerQuery, overrides: li
     ranking = rank(config, devices, query.top, query.cost, open_keys(config, overrides))
     ranking.check(config, devices)
     if query.format == "json":
-        print(tables.as_json(ranking.plans, config, overrides))
+        print(tables.as_json(ranking.plans, config, overrides, query.price))
     elif query.format in trainers.TRAINERS:
         print(_arguments(query.format, ranking.plans[0], overrides))
     else:
-        print(f"{tables.table(config, devices, ranking)}\n\n{tables.runs(ranking.plans, config, overrides)}")
+        print(f"{tables.table(config, devices, ranking)}\n")
+        print(tables.runs(ranking.plans, config, overrides, query.price))
     if query.plot:
         title = f"{config.model.name} on {devices} devices of {config.cluster.name}, {batch_text(config)}"
         with required_file(Path(query.plot)):
@@ -174,7 +185,7 @@ def _answer_for_grid(config: Config, query: PlannerQuery, overrides: list[str]) 
     plan = replace(answer.plan, options={}, choice={})
     changes = [] if answer.fits else answer.changes()
     if query.format == "json":
-        print(tables.as_json([plan], answer.config, overrides))
+        print(tables.as_json([plan], answer.config, overrides, query.price))
         return
     if query.format in trainers.TRAINERS and answer.fits:
         print(_arguments(query.format, plan, overrides))
@@ -194,7 +205,7 @@ def _answer_for_grid(config: Config, query: PlannerQuery, overrides: list[str]) 
         lines.append(f"the fewest devices that suffice are {smallest.devices}, with {' '.join(smallest.overrides)}")
     print("\n".join(lines))
     if answer.fits:
-        print(tables.runs([plan], answer.config, overrides))
+        print(tables.runs([plan], answer.config, overrides, query.price))
 
 
 def _arguments(trainer: str, plan: Plan, overrides: list[str]) -> str:

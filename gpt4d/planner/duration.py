@@ -16,6 +16,7 @@ class Duration:
     units: int  # tokens or images per step of train.batch_size
     unit: str
     step_time_s: float
+    price: float | None = None  # of an hour of a device, in any currency
 
     @property
     def hours(self) -> float | None:
@@ -31,6 +32,11 @@ class Duration:
         return None if self.hours is None else self.hours * self.devices
 
     @property
+    def cost(self) -> float | None:
+        """Price of all device-hours; None if it is unknown."""
+        return None if self.device_hours is None or self.price is None else self.device_hours * self.price
+
+    @property
     def units_per_s(self) -> float:
         """Tokens or images per second over all devices."""
         return self.units / self.step_time_s
@@ -39,19 +45,20 @@ class Duration:
         speed = f"{_rounded(self.units_per_s)} {self.unit}/s"
         if self.steps is None or self.total is None or self.hours is None or self.device_hours is None:
             return f"{speed}; the data decide how many steps train.epochs takes"
+        cost = "" if self.cost is None else f", which cost {_rounded(self.cost)} at {self.price:g} each"
         return (
             f"{speed}; {self.steps:,} steps ({_short(self.total)} {self.unit}) take {_hours(self.hours)}, "
-            f"{_rounded(self.device_hours)} device-hours"
+            f"{_rounded(self.device_hours)} device-hours{cost}"
         )
 
 
-def duration(config: Config, devices: int, step_time_s: float) -> Duration:
-    """Return the duration of a run with ``step_time_s`` seconds per step."""
+def duration(config: Config, devices: int, step_time_s: float, price: float | None = None) -> Duration:
+    """Return the duration of a run with ``step_time_s`` seconds per step. ``price``: of an hour of a device."""
     train, family = config.train, registry.of(config.model)
     units = family.units_per_sample(config)
     steps = train.steps if train.epochs is None else None
     total = None if steps is None else samples_of(train, steps) * units
-    return Duration(steps, devices, total, train.batch_size * units, family.unit, step_time_s)
+    return Duration(steps, devices, total, train.batch_size * units, family.unit, step_time_s, price)
 
 
 def batch_text(config: Config) -> str:

@@ -25,11 +25,13 @@ _COLORS = {
 }
 
 
-def as_json(plans: list[Plan], config: Config | None = None, arguments: Sequence[str] = ()) -> str:
+def as_json(
+    plans: list[Plan], config: Config | None = None, arguments: Sequence[str] = (), price: float | None = None
+) -> str:
     """Return a JSON list, best first: overrides, times in s, bytes that a rank sends per step, memory in GiB.
 
     With ``config``, each entry has the model's numbers of parameters, the duration of the run and its command, to which
-    ``arguments`` belong.
+    ``arguments`` belong. With ``price``, of an hour of a device, it has the cost of the run.
     """
     entries = [
         {
@@ -50,15 +52,15 @@ def as_json(plans: list[Plan], config: Config | None = None, arguments: Sequence
             "published_s": plan.published_s,
             "mfu": plan.mfu,
             "hfu": plan.hfu,
-            **(_run(plan, config, arguments) if config else {}),
+            **(_run(plan, config, arguments, price) if config else {}),
         }
         for plan in plans
     ]
     return json.dumps(entries, indent=1)
 
 
-def _run(plan: Plan, config: Config, arguments: Sequence[str]) -> dict[str, Any]:
-    run, description = duration(config, plan.devices, plan.step_time_s), registry.describe(config.model)
+def _run(plan: Plan, config: Config, arguments: Sequence[str], price: float | None) -> dict[str, Any]:
+    run, description = duration(config, plan.devices, plan.step_time_s, price), registry.describe(config.model)
     return {
         "parameters": description.num_parameters,
         "active_parameters": description.active_parameters,
@@ -67,15 +69,16 @@ def _run(plan: Plan, config: Config, arguments: Sequence[str]) -> dict[str, Any]
         f"{run.unit}_per_s": run.units_per_s,
         "hours": run.hours,
         "device_hours": run.device_hours,
-        "command": command(config.cluster, plan.devices, arguments, plan.overrides),
+        **({} if price is None else {"run_cost": run.cost}),
+        "command": command(config, plan.devices, arguments, plan.overrides),
     }
 
 
-def runs(plans: list[Plan], config: Config, arguments: Sequence[str]) -> str:
-    """Return two lines per plan: the duration of the run, and its command."""
+def runs(plans: list[Plan], config: Config, arguments: Sequence[str], price: float | None = None) -> str:
+    """Return two lines per plan: the duration of the run with its cost, and its command."""
     return "\n".join(
-        f"{plan.grid}: {duration(config, plan.devices, plan.step_time_s)}\n"
-        f"  {command(config.cluster, plan.devices, arguments, plan.overrides)}"
+        f"{plan.grid}: {duration(config, plan.devices, plan.step_time_s, price)}\n"
+        f"  {command(config, plan.devices, arguments, plan.overrides)}"
         for plan in plans
     )
 

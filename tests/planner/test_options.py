@@ -17,6 +17,7 @@ from tests.support.planner_runs import ask
 from tests.support.settings import configured
 
 ONE_STAGE = "parallel.pipeline.stages=1"
+ACCOUNT = "--account=ACCOUNT"
 LLAMA = ["model=llama3_8b", "model.layers=6", "cluster=perlmutter", "train.batch_size=16", ONE_STAGE]
 GPT = ["model=gpt_tiny", "model.vocab_size=4096", "cluster=local", "train.batch_size=16"]
 SMALL = [*GPT, ONE_STAGE]
@@ -103,32 +104,62 @@ def test_at_least_is_the_minimum_over_everything_that_is_searched(keys):
 
 
 def test_a_run_is_planned_in_hours_and_with_its_command():
-    query = "world_size=8", "model=gpt_125m", "cluster=perlmutter", "train.batch_size=64", ONE_STAGE, "tokens=100e9"
-    answer = ask(*query, "top=1")
+    query = ["world_size=8", "model=gpt_125m", "cluster=perlmutter", "train.batch_size=64", ONE_STAGE, "tokens=100e9"]
+    query += "price=2.5", "top=1"
+    answer = ask(*query)
     assert "64 sequences of 1,024 tokens per step" in answer
     assert "1,525,879 steps (100B tokens) take " in answer and "device-hours" in answer
     last = answer.splitlines()[-1].strip()
-    assert last.startswith("sbatch --nodes=2 scripts/slurm/perlmutter.sh model=gpt_125m ")
-    assert "cluster=" not in last and " train.tokens=100000000000 parallel.gx=" in last
-    (entry,) = json.loads(ask(*query, "top=1", "format=json"))
+    assert last.startswith(f"sbatch {ACCOUNT} --nodes=2 scripts/slurm/perlmutter.sh model=gpt_125m ")
+    assert "cluster=" not in last and " train.tokens=100000000000 data=tokens data.path=PATH parallel.gx=" in last
+    assert " at 2.5 each\n" in answer
+    (entry,) = json.loads(ask(*query, "format=json"))
     assert entry["hours"] == pytest.approx(1525879 * entry["step_time_s"] / 3600)
     assert entry["device_hours"] == pytest.approx(8 * entry["hours"]) and entry["command"] == last
+    assert entry["run_cost"] == pytest.approx(2.5 * entry["device_hours"])
     assert entry["tokens_per_s"] == pytest.approx(64 * 1024 / entry["step_time_s"])
 
 
-def test_a_command_starts_as_the_machine_requires():
-    dgx, frontier = (configured([f"cluster={name}"]).cluster for name in ("dgx_h100", "frontier"))
-    words = ["cluster=dgx_h100", "data.path=my books/*.txt", "parallel.mode=auto", "train.micro_batch_size=8"]
-    assert launching.command(dgx, 8, words, ["train.micro_batch_size=2"]) == (
-        "torchrun --nproc-per-node 8 train.py cluster=dgx_h100 'data.path=my books/*.txt' train.micro_batch_size=2"
+@pytest.mark.parametrize(
+    ("words", "devices", "installed", "clone"),
+    [
+        ("cluster=h100", 1, "gpt4d train", "python train.py"),
+        ("cluster=h100", 8, "torchrun --nproc-per-node 8 -m gpt4d train", "torchrun --nproc-per-node 8 train.py"),
+        *[
+            (words, devices, f"srun {options} gpt4d train", f"sbatch {options} scripts/slurm/generic.sh")
+            for words, devices, options in (
+                ("cluster=dgx_h100", 16, f"{ACCOUNT} --nodes=2 --ntasks-per-node=8 --gpus-per-node=8"),
+                ("cluster=h100", 12, f"{ACCOUNT} --nodes=2 --ntasks-per-node=6 --gpus-per-node=6"),
+                ("cluster=gb200", 72, f"{ACCOUNT} --nodes=18 --ntasks-per-node=4 --gpus-per-node=4"),
+            )
+        ],
+        ("cluster=frontier", 16, None, f"sbatch {ACCOUNT} --nodes=2 scripts/slurm/frontier.sh"),
+        (
+            "cluster=frontier",
+            2,
+            None,
+            f"sbatch {ACCOUNT} --nodes=1 --ntasks-per-node=2 --gpus-per-node=2 scripts/slurm/frontier.sh",
+        ),
+    ],
+)
+def test_a_command_starts_as_the_machine_and_the_installation_require(
+    words, devices, installed, clone, monkeypatch, tmp_path
+):
+    config = configured([words])
+    overrides = "" if "frontier" in words else f" {words}"
+    assert launching.command(config, devices, [words], []) == clone + overrides
+    monkeypatch.setattr(launching, "_CLONE", tmp_path)
+    assert installed is None or launching.command(config, devices, [words], []) == installed + overrides
+
+
+def test_a_command_has_the_users_settings_unless_the_planner_replaces_them_and_names_the_data_of_a_large_model():
+    words = ["data.path=my books/*.txt", "parallel.mode=auto", "train.micro_batch_size=8"]
+    assert launching.command(configured(), 1, words, ["train.micro_batch_size=2"]) == (
+        "python train.py 'data.path=my books/*.txt' train.micro_batch_size=2"
     )
-    for cluster, devices, expected in (
-        (dgx, 16, "sbatch --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 scripts/slurm/generic.sh"),
-        (dgx, 1, "python train.py"),
-        (frontier, 16, "sbatch --nodes=2 scripts/slurm/frontier.sh"),
-        (frontier, 2, "sbatch --nodes=1 --ntasks-per-node=2 --gpus-per-node=2 scripts/slurm/frontier.sh"),
-    ):
-        assert launching.command(cluster, devices, [], []) == expected
+    for model, data in (("gpt_125m", "data=tokens data.path=PATH"), ("unet_50m", "data=pictures data.path=PATH")):
+        assert launching.command(configured([f"model={model}"]), 1, [], []) == f"python train.py {data}"
+        assert launching.command(configured([f"model={model}"]), 1, ["data=hub"], []) == "python train.py data=hub"
 
 
 def test_one_grid_is_answered_with_what_makes_it_fit():
@@ -137,11 +168,15 @@ def test_one_grid_is_answered_with_what_makes_it_fit():
     assert "it fits with train.micro_batch_size=2 (planned " in answer
     assert "the fewest devices that suffice are 2, with parallel.gx=" in answer
     answer = ask("grid=2x1x1x1", *LLAMA, "train.micro_batch_size=1")
-    assert ": fits\n" in answer and "sbatch --nodes=1 --ntasks-per-node=2" in answer and " model=llama3_8b" in answer
+    assert (
+        ": fits\n" in answer
+        and f"sbatch {ACCOUNT} --nodes=1 --ntasks-per-node=2" in answer
+        and " model=llama3_8b" in answer
+    )
 
 
 def test_help_names_every_argument():
-    answer, names = ask("--help"), ("world_size", "grid", "tokens", "top", "format", "plot", "cost")
+    answer, names = ask("--help"), ("world_size", "grid", "tokens", "price", "top", "format", "plot", "cost")
     assert all(f"{name}=" in answer for name in names)
 
 

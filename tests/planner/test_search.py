@@ -194,7 +194,7 @@ def test_the_table_ends_with_overrides_for_each_plan():
     assert "grid(s) do not fit in 40 GiB without cluster.margin" in answer and "grid(s) are not possible" in answer
     pasted = [line for line in answer.splitlines() if line.startswith("  sbatch")]
     assert len(pasted) == 5
-    command, nodes, script, *overrides = pasted[0].split()
+    command, _, nodes, script, *overrides = pasted[0].split()
     assert (command, nodes, script) == ("sbatch", "--nodes=2", "scripts/slurm/perlmutter.sh")
     assert validate(configured(["cluster=perlmutter", *overrides]), 8).sizes.devices == 8
 
@@ -212,6 +212,11 @@ def test_parallel_mode_atp_ranks_meshes():
     ("arguments", "message"),
     [
         ("world_size=0", "world_size=0: use a value of at least 1"),
+        ("worldsize=8", "worldsize: there is no such argument; did you mean world_size?"),
+        ("world_size=8 token=1e12", "token: there is no such argument; did you mean tokens?"),
+        ("gpus=8", "gpus: there is no such argument; did you mean world_size?"),
+        ("world_size=8 steps=100", "steps: there is no such key; did you mean train.steps?"),
+        ("world_size=8 price=-1", "price=-1.0: use a value of at least 0"),
         ("world_size=8 format=xml", "format=xml: use one of table, json"),
         ("world_size=8 cost=best", "cost=best: use one of ours, aware, agnostic"),
         ("world_size=8 plot=plan", "plot=plan: not a format of plots; use the name of a .png"),
