@@ -50,7 +50,7 @@ NONE_RUN = (
 CLUSTER = [
     "cluster.name=other", "cluster.device=cpu", "cluster.memory_gib=7", "cluster.margin=0.2", "cluster.host_gib=9",
     "cluster.reserved_gib=0.3", "cluster.communicator_gib=0.1",
-    "cluster.peak_tflops=1", "cluster.matmul_tflops=0.1", "cluster.attention_tflops=0.05",
+    "cluster.rates=other", "cluster.peak_tflops=1", "cluster.matmul_tflops=0.1", "cluster.attention_tflops=0.05",
     "cluster.fp8_tflops=0.2",
     "cluster.memory_gb_s=6", "cluster.operation_us=10", "cluster.hidden=0.5", "cluster.skew_us=1",
     "cluster.levels=[{group_gb_s: 2}, {ranks: 1}]", "cluster.nodes=4", "cluster.devices_per_node=2",

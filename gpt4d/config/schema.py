@@ -224,12 +224,15 @@ class ClusterConfig:
     name: str = setting("local", "name of the machine")
     device: str = setting("cpu", "kind of device; decides what train.precision=auto means", choices=("cpu", "cuda"))
     memory_gib: float | None = setting(8.0, "memory of a device; null: an equal share of host_gib", above=0)
-    host_gib: float | None = setting(None, "memory of a node whose devices share it", above=0)
+    host_gib: float | None = setting(
+        None, "memory of a node whose devices share it; CPUs also share the rates", above=0
+    )
     margin: float = setting(0.05, "fraction of a device's memory that the planner's choices leave free", **FRACTION)
     reserved_gib: float = setting(0.5, "part of memory_gib that libraries occupy before the first tensor", at_least=0)
     communicator_gib: float = setting(
         0.0, "further part for each group of ranks: all ranks, an axis, a link between stages", at_least=0
     )
+    rates: str = setting("estimates", "origin of the rates, which the planner prints: estimates, guesses or measured")
     peak_tflops: float | None = setting(None, "the vendor's peak throughput, the base of MFU and HFU", at_least=0)
     matmul_tflops: float = setting(0.05, "throughput of a device in a large product", above=0)
     attention_tflops: float | None = setting(

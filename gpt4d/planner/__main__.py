@@ -203,6 +203,7 @@ def _answer_for_grid(config: Config, query: PlannerQuery, overrides: list[str]) 
     lines += [f"it fits with {change}, {tables.seconds(change.plan.step_time_s)} per step" for change in changes]
     if not answer.fits and (smallest := answer.smallest()):
         lines.append(f"the fewest devices that suffice are {smallest.devices}, with {' '.join(smallest.overrides)}")
+    lines.append(tables.rates_text(config.cluster, devices))
     print("\n".join(lines))
     if answer.fits:
         print(tables.runs([plan], answer.config, overrides, query.price))

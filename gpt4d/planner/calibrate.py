@@ -81,7 +81,8 @@ def measure(launch: Launch, device: torch.device, name: str, watchdog: Watchdog 
     ``watchdog`` ends the job if a link hangs.
     """
     limit = watchdog.limit if watchdog else nullcontext
-    cluster = replace(_read_system(launch, device), name=name)
+    rates = f"measured by gpt4d.planner.calibrate on {launch.world_size} device(s)"
+    cluster = replace(_read_system(launch, device), name=name, rates=rates)
     cluster.matmul_tflops = _matmul_flops(device) / 1e12
     cluster.attention_tflops = _attention_flops(device) / 1e12
     if float8_kernels.supports(device):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpt4d.config import Config
+from gpt4d.config import ClusterConfig, Config
 from gpt4d.model import registry
 from gpt4d.planner.atp import MeshPlan
 from gpt4d.planner.device import AXES
@@ -13,7 +13,7 @@ from gpt4d.planner.duration import batch_text, duration
 from gpt4d.planner.estimate import Plan
 from gpt4d.planner.launching import command
 from gpt4d.planner.search import Ranking
-from gpt4d.planner.topology import total_gib
+from gpt4d.planner.topology import node_size, total_gib
 
 _COLORS = {
     "x": "#1f77b4",
@@ -69,6 +69,7 @@ def _run(plan: Plan, config: Config, arguments: Sequence[str], price: float | No
         f"{run.unit}_per_s": run.units_per_s,
         "hours": run.hours,
         "device_hours": run.device_hours,
+        "rates": config.cluster.rates,
         **({} if price is None else {"run_cost": run.cost}),
         "command": command(config, plan.devices, arguments, plan.overrides),
     }
@@ -81,6 +82,19 @@ def runs(plans: list[Plan], config: Config, arguments: Sequence[str], price: flo
         f"  {command(config, plan.devices, arguments, plan.overrides)}"
         for plan in plans
     )
+
+
+def rates_text(cluster: ClusterConfig, devices: int) -> str:
+    """Return which rates of a machine were measured, and the command that measures rates that are guesses."""
+    text = f"rates of products, memory and links: {cluster.rates}"
+    if cluster.rates.startswith("guesses"):
+        start = f"torchrun --nproc-per-node {devices}" if devices > 1 else "python"
+        measure = f"{start} -m gpt4d.planner.calibrate out=mine.yaml"
+        return f"{text}; measure them{'' if devices > 1 else ' in ten seconds'}: {measure}, then add cluster=mine.yaml"
+    if cluster.device == "cuda" and cluster.rates.startswith("estimates"):
+        text += "; no link between GPUs" if "H200" in text else "; only one H200, and no link between GPUs,"
+        text += " was ever measured"
+    return text
 
 
 def table(config: Config, devices: int, ranking: Ranking) -> str:
@@ -116,7 +130,8 @@ def table(config: Config, devices: int, ranking: Ranking) -> str:
         cells += [*exposed, seconds(plan.hidden_s), f"{plan.memory_gib:.1f} GiB"]
         cells += [f"{plan.mfu:.0%}"] if plan.mfu else []
         grid_table.add_row(*cells, *([] if plan.published_s is None else [seconds(plan.published_s)]))
-    return "\n".join([_render(grid_table), *_missing_grids(config, ranking)])
+    rates = rates_text(config.cluster, min(devices, node_size(config.cluster)))
+    return "\n".join([_render(grid_table), *_missing_grids(config, ranking), rates])
 
 
 def model_text(config: Config) -> str:

@@ -68,10 +68,17 @@ def node_size(cluster: ClusterConfig) -> int:
 
 
 def for_devices(cluster: ClusterConfig, devices: int) -> ClusterConfig:
-    """Return the machine with the memory of each of ``devices`` devices, if the devices of a node share memory."""
+    """Return the machine with the memory of each of ``devices`` devices, if the devices of a node share memory.
+
+    Processes on CPUs also share the cores of their node, and therefore its rates.
+    """
     if cluster.memory_gib is not None or cluster.host_gib is None:
         return cluster
-    return replace(cluster, memory_gib=cluster.host_gib / min(devices, node_size(cluster)))
+    number, memory_gib = min(devices, node_size(cluster)), cluster.host_gib
+    if cluster.device == "cpu":
+        products, memory = cluster.matmul_tflops / number, cluster.memory_gb_s / number
+        cluster = replace(cluster, matmul_tflops=products, memory_gb_s=memory)
+    return replace(cluster, memory_gib=memory_gib / number)
 
 
 def usable_gib(cluster: ClusterConfig) -> float:

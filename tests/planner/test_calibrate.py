@@ -41,6 +41,7 @@ def test_a_measured_machine_can_be_used_as_a_cluster(ranks, tmp_path):
     path = tmp_path / "here.yaml"
     cluster, _ = ranks.run(4, measure_in_rank, path)[0]
     assert read_cluster(path) == cluster
+    assert cluster.rates == "measured by gpt4d.planner.calibrate on 4 device(s)"
     assert cluster.attention_tflops > 0 and cluster.fp8_tflops > 0
     kinds = {(m.kind, m.local, m.nodes) for m in cluster.measured}
     assert kinds == {(k, n, 1) for k in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all") for n in (2, 4)}

@@ -52,10 +52,18 @@ def test_every_gpu_is_a_machine_with_the_rates_of_its_table():
         assert found == cluster and found.levels[0].ranks is None and found.peak_tflops > found.matmul_tflops
 
 
-@pytest.mark.parametrize("name", ["h100", "a100"])
+@pytest.mark.parametrize("name", ["h200", "h100", "a100"])
 def test_nodes_of_a_gpu_have_the_rates_of_its_file(name):
     gpu, dgx = (configured([f"cluster={cluster}"]).cluster for cluster in (name, f"dgx_{name}"))
-    for key in ("peak_tflops", "matmul_tflops", "attention_tflops", "fp8_tflops", "memory_gb_s", "operation_us"):
+    for key in (
+        "rates",
+        "peak_tflops",
+        "matmul_tflops",
+        "attention_tflops",
+        "fp8_tflops",
+        "memory_gb_s",
+        "operation_us",
+    ):
         assert getattr(gpu, key) == getattr(dgx, key)
     assert [(each.ranks, each.group_gb_s) for each in gpu.levels] == [
         (each.ranks, each.group_gb_s) for each in dgx.levels
@@ -101,6 +109,40 @@ def test_processes_on_cpus_share_the_memory_of_their_node():
     nodes = describe(MachineFacts(23.4, 4, 2))
     check_cluster(nodes)
     assert node_size(nodes) == 4 and for_devices(nodes, 8).memory_gib == for_devices(nodes, 2).memory_gib / 2 == 23 / 4
+
+
+def test_processes_on_cpus_share_the_rates_of_the_cores_of_their_node():
+    cluster = describe(MachineFacts(23.4, cores=4, vectors="avx512f"))
+    assert (cluster.matmul_tflops, cluster.memory_gb_s) == (0.4, 40)
+    shared = for_devices(cluster, 8)
+    assert (shared.matmul_tflops, shared.memory_gb_s) == (0.05, 5) and for_devices(shared, 8) == shared
+    assert (
+        describe(MachineFacts(23.4, cores=4)).matmul_tflops
+        < describe(MachineFacts(23.4, cores=4, vectors="avx2")).matmul_tflops
+    )
+
+
+def test_cores_are_counted_without_threads_and_with_their_widest_vectors(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    path = tmp_path / "cpuinfo"
+    assert machine.read_cpu(path) == {"cores": 8, "vectors": None}
+    path.write_text("siblings\t: 8\ncpu cores\t: 4\nflags\t\t: fpu avx avx2 avx512f\n" * 8)
+    assert machine.read_cpu(path) == {"cores": 4, "vectors": "avx512f"}
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("world_size=1 cluster=h100", "estimates; only one H200, and no link between GPUs, was ever measured"),
+        ("grid=1x1x1x1 cluster=dgx_h200", "measured steps; no link between GPUs was ever measured"),
+        ("world_size=1 cluster=local", "measure them in ten seconds: python -m gpt4d.planner.calibrate out=mine.yaml"),
+        ("world_size=2 cluster=local", "measure them: torchrun --nproc-per-node 2 -m gpt4d.planner.calibrate"),
+        ("world_size=1 cluster=local cluster.rates=measured", "rates of products, memory and links: measured"),
+    ],
+)
+def test_an_answer_says_which_rates_were_measured(words, text):
+    (line,) = [line for line in ask(*words.split()).splitlines() if line.startswith("rates of ")]
+    assert text in line
 
 
 def test_equal_nodes_with_slightly_different_memory_are_described_alike():
