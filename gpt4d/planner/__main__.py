@@ -5,6 +5,7 @@
   tokens=100e9     tokens to train on: hours and device-hours; by default, of train.steps
   price=2.5        price of an hour of a device: adds the cost of the run
   top=10           maximum number of plans
+  largest=true     the models of configs/model that world_size devices (1) can pretrain, fine-tune and adapt (LoRA)
   format=json      a list for programs, best first; or table; or megatron, torchtitan: that trainer's arguments
   plot=plan.png    a plot of the plans
   cost=ours        rank by the predicted time of a step; or aware, agnostic: by the 4D paper's models of communication
@@ -44,7 +45,7 @@ from gpt4d.config import (
 from gpt4d.config.keys import groups
 from gpt4d.data.completion import complete
 from gpt4d.model import registry
-from gpt4d.planner import atp, tables, trainers
+from gpt4d.planner import atp, largest, tables, trainers
 from gpt4d.planner.capacity import check_machine, fewest_devices
 from gpt4d.planner.duration import batch_text
 from gpt4d.planner.estimate import Plan
@@ -69,6 +70,7 @@ class PlannerQuery(trainers.TrainerJob):
     grid: str | None = None
     tokens: float | None = None
     price: float | None = None
+    largest: bool = False
     top: int = 10
     format: str = "table"
     plot: str | None = None
@@ -91,6 +93,9 @@ def main(arguments: list[str]) -> None:
         meant = ["world_size"] if key in _OTHER_NAMES else difflib.get_close_matches(key, names, n=1)
         if meant and key not in {*known_keys(), *groups()}:
             raise ConfigError(f"{key}: there is no such argument; did you mean {meant[0]}?")
+    if query.largest:
+        _print_largest(query, overrides)
+        return
     if query.tokens is not None:
         overrides.append(f"train.tokens={query.tokens:.15g}")
     config = complete(compose(overrides))
@@ -126,6 +131,18 @@ def _check(query: PlannerQuery, config: Config) -> None:
     check_at_least("price", query.price, 0)
     if config.parallel.mode != "atp":
         check_open(config.parallel, "leave it out, or ask for one grid: grid=4x1x2x1")
+
+
+def _print_largest(query: PlannerQuery, overrides: list[str]) -> None:
+    kept = replace(PlannerQuery(), largest=True, world_size=query.world_size, format=query.format)
+    unused = [name for name in known_keys(PlannerQuery) if getattr(query, name) != getattr(kept, name)]
+    unused += [word.partition("=")[0] for word in overrides if word.startswith(("model=", "model.", "lora."))]
+    if unused:
+        raise ConfigError(f"largest=true: plans every model by itself; leave out {', '.join(unused)}")
+    config, devices = complete(compose(overrides)), query.world_size or 1
+    _check(query, config)
+    found = largest.trainable(overrides, devices)
+    print(largest.as_json(found) if query.format == "json" else largest.table(found, config.cluster, devices))
 
 
 def _machine(config: Config) -> str:

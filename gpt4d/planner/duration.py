@@ -41,13 +41,17 @@ class Duration:
         """Tokens or images per second over all devices."""
         return self.units / self.step_time_s
 
+    @property
+    def speed(self) -> str:
+        """Readable tokens or images per second."""
+        return f"{_rounded(self.units_per_s)} {self.unit}/s"
+
     def __str__(self) -> str:
-        speed = f"{_rounded(self.units_per_s)} {self.unit}/s"
         if self.steps is None or self.total is None or self.hours is None or self.device_hours is None:
-            return f"{speed}; the data decide how many steps train.epochs takes"
+            return f"{self.speed}; the data decide how many steps train.epochs takes"
         cost = "" if self.cost is None else f", which cost {_rounded(self.cost)} at {self.price:g} each"
         return (
-            f"{speed}; {self.steps:,} steps ({_short(self.total)} {self.unit}) take {_hours(self.hours)}, "
+            f"{self.speed}; {self.steps:,} steps ({_short(self.total)} {self.unit}) take {_hours(self.hours)}, "
             f"{_rounded(self.device_hours)} device-hours{cost}"
         )
 

@@ -131,7 +131,7 @@ def table(config: Config, devices: int, ranking: Ranking) -> str:
         cells += [f"{plan.mfu:.0%}"] if plan.mfu else []
         grid_table.add_row(*cells, *([] if plan.published_s is None else [seconds(plan.published_s)]))
     rates = rates_text(config.cluster, min(devices, node_size(config.cluster)))
-    return "\n".join([_render(grid_table), *_missing_grids(config, ranking), rates])
+    return "\n".join([render(grid_table), *_missing_grids(config, ranking), rates])
 
 
 def model_text(config: Config) -> str:
@@ -173,7 +173,8 @@ def mesh_table(config: Config, devices: int, plans: list[MeshPlan]) -> str:
     return "\n".join(lines)
 
 
-def _render(table) -> str:
+def render(table) -> str:
+    """Return a table of rich as text without colors."""
     from rich.console import Console
 
     console = Console(width=160, no_color=True, highlight=False)

@@ -216,6 +216,7 @@ def test_parallel_mode_atp_ranks_meshes():
         ("world_size=8 token=1e12", "token: there is no such argument; did you mean tokens?"),
         ("gpus=8", "gpus: there is no such argument; did you mean world_size?"),
         ("world_size=8 steps=100", "steps: there is no such key; did you mean train.steps?"),
+        ("largest=true model=gpt_5b top=3", "largest=true: plans every model by itself; leave out top, model"),
         ("world_size=8 price=-1", "price=-1.0: use a value of at least 0"),
         ("world_size=8 format=xml", "format=xml: use one of table, json"),
         ("world_size=8 cost=best", "cost=best: use one of ours, aware, agnostic"),

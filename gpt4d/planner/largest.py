@@ -1,0 +1,117 @@
+"""The models of ``configs/model`` that a machine can pretrain, fine-tune and adapt, with their speed."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gpt4d.config import CONFIG_DIR, ClusterConfig, Config, LoraConfig, check_values, compose
+from gpt4d.data.completion import complete
+from gpt4d.model import registry
+from gpt4d.model.description import Description
+from gpt4d.planner.duration import Duration, duration
+from gpt4d.planner.estimate import Plan
+from gpt4d.planner.options import open_keys
+from gpt4d.planner.search import rank
+from gpt4d.planner.tables import rates_text, render
+
+_MODELS = sorted(path.stem for path in CONFIG_DIR.glob("model/*.yaml") if not path.stem.endswith("_tiny"))
+_BATCH = 8  # samples per step and device, unless the user sets train.batch_size
+_LENGTH = 2048  # maximum tokens of a sequence in fine-tuning
+_RANK = 16  # of adapters, which every family of text can have in attention
+_KINDS = "pretrain", "fine-tune", "LoRA"  # in descending order of memory
+_SILENT_S = 1.0  # time after which a terminal shows progress
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """A model, and the fastest plan of each kind of training that fits in memory, with its speed."""
+
+    config: Config
+    plans: dict[str, tuple[Plan, Duration]]
+
+    @property
+    def description(self) -> Description:
+        return registry.describe(self.config.model)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the values of a JSON object."""
+        kinds = {
+            kind: {
+                f"{run.unit}_per_s": run.units_per_s,
+                "memory_gib": plan.memory_gib,
+                "overrides": plan.overrides,
+            }
+            for kind, (plan, run) in self.plans.items()
+        }
+        return {"model": self.config.model.name, "parameters": self.description.num_parameters, **kinds}
+
+
+def trainable(overrides: Sequence[str], devices: int) -> list[Trainable]:
+    """Return all models except the tiny ones, in ascending order of their parameters."""
+    words = [f"train.batch_size={_BATCH * devices}", "parallel.pipeline.stages=1", *overrides]
+    found = []
+    for name in _with_progress(_MODELS):
+        config = complete(compose([f"model={name}", *words]))
+        check_values(config, registry.of(config.model))
+        plans = {}
+        for kind in reversed(_KINDS if registry.of(config.model).unit == "tokens" else _KINDS[:1]):
+            trained = _trained(config, kind, any(word.startswith("train.seq_len=") for word in overrides))
+            ranking = rank(trained, devices, 1, keys=open_keys(trained, words))
+            if not ranking.plans:
+                break  # the remaining kinds need more memory
+            (plan,) = ranking.plans
+            plans[kind] = plan, duration(trained, devices, plan.step_time_s)
+        found.append(Trainable(config, plans))
+    return sorted(found, key=lambda each: each.description.num_parameters)
+
+
+def _trained(config: Config, kind: str, fixed_length: bool) -> Config:
+    """Return the configuration of a kind of training. ``fixed_length``: the user chooses the length of sequences."""
+    if kind == "pretrain":
+        return config
+    if not fixed_length:
+        config = replace(config, train=replace(config.train, seq_len=min(_LENGTH, config.train.seq_len)))
+    if kind == "LoRA":
+        lora = LoraConfig(rank=_RANK, targets=["qkv", "output"])
+        config = replace(config, lora=lora, model=replace(config.model, lora=lora))
+    return config
+
+
+def _with_progress(names: Sequence[str]) -> Iterator[str]:
+    """Yield the names, and show them on a terminal if they take longer than a second."""
+    started = time.monotonic()
+    for number, name in enumerate(names):
+        if sys.stderr.isatty() and time.monotonic() - started > _SILENT_S:
+            print(f"\r{number} of {len(names)} models planned: {name:20}", end="", file=sys.stderr, flush=True)
+        yield name
+    if sys.stderr.isatty():
+        print(f"\r{'':60}\r", end="", file=sys.stderr, flush=True)
+
+
+def as_json(found: list[Trainable]) -> str:
+    """Return a JSON list of all models; a kind of training that does not fit is absent."""
+    return json.dumps([each.as_dict() for each in found], indent=1)
+
+
+def table(found: list[Trainable], cluster: ClusterConfig, devices: int) -> str:
+    """Return a table of the models that fit, and the names of those that do not."""
+    from rich import box
+    from rich.table import Table
+
+    rows = Table(box=box.SIMPLE_HEAD, header_style="", title_justify="left", title_style="")
+    rows.title = f"models that {devices} device(s) of {cluster.name} can train"
+    rows.add_column("model")
+    for heading in ("parameters", *_KINDS):
+        rows.add_column(heading, justify="right")
+    for each in found:
+        if each.plans:
+            speeds = (each.plans[kind][1].speed if kind in each.plans else "" for kind in _KINDS)
+            rows.add_row(each.config.model.name, each.description.size.replace(" parameters", ""), *speeds)
+    large = [each.config.model.name for each in found if not each.plans]
+    lines = [render(rows)] + [f"{len(large)} models do not fit: {', '.join(large)}"] * bool(large)
+    lines.append(f"fine-tuning and LoRA: sequences of up to {_LENGTH:,} tokens, adapters of rank {_RANK} in attention")
+    lines.append(rates_text(cluster, devices))
+    return "\n".join(lines)
