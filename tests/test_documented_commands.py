@@ -15,6 +15,7 @@ from gpt4d.config import CONFIG_DIR, compose, known_keys
 from gpt4d.data import tokenizers
 from gpt4d.data.completion import completion
 from gpt4d.planner import __main__ as planner
+from gpt4d.planner import largest
 from gpt4d.validation import validate
 from tests.support.data_files import write
 from tests.support.environment import REPOSITORY
@@ -120,7 +121,8 @@ def test_a_documented_benchmark_reads_its_arguments(command):
 
 @pytest.mark.full
 @pytest.mark.parametrize("command", PLANNING)
-def test_a_documented_question_has_an_answer(command, capsys):
+def test_a_documented_question_has_an_answer(command, capsys, monkeypatch):
+    monkeypatch.setattr(largest, "_MODELS", ["gpt_125m"])
     planner.main([word.replace("cluster=mine", "cluster=local") for word in arguments_of(command, "gpt4d.planner")])
     assert "error" not in capsys.readouterr().out
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpt4d.config import CONFIG_DIR, ClusterConfig, Config, LoraConfig, check_values, compose
-from gpt4d.data.completion import complete
 from gpt4d.model import registry
 from gpt4d.model.description import Description
 from gpt4d.planner.duration import Duration, duration
@@ -54,7 +53,7 @@ def trainable(overrides: Sequence[str], devices: int) -> list[Trainable]:
     words = [f"train.batch_size={_BATCH * devices}", "parallel.pipeline.stages=1", *overrides]
     found = []
     for name in _with_progress(_MODELS):
-        config = complete(compose([f"model={name}", *words]))
+        config = compose([f"model={name}", *words])
         check_values(config, registry.of(config.model))
         plans = {}
         for kind in reversed(_KINDS if registry.of(config.model).unit == "tokens" else _KINDS[:1]):
