@@ -237,6 +237,7 @@ def _rank_meshes(config: Config, devices: int, query: PlannerQuery) -> None:
         print(tables.meshes_as_json(plans))
     else:
         print(tables.mesh_table(config, devices, plans))
+        print(tables.rates_text(config.cluster, devices))
 
 
 if __name__ == "__main__":
