@@ -53,6 +53,7 @@ CLUSTER = [
     "cluster.rates=other", "cluster.peak_tflops=1", "cluster.matmul_tflops=0.1", "cluster.attention_tflops=0.05",
     "cluster.fp8_tflops=0.2",
     "cluster.memory_gb_s=6", "cluster.operation_us=10", "cluster.hidden=0.5", "cluster.skew_us=1",
+    "cluster.product_hidden=0.5", "cluster.spread=0.01", "cluster.trainer=megatron",
     "cluster.levels=[{group_gb_s: 2}, {ranks: 1}]", "cluster.nodes=4", "cluster.devices_per_node=2",
     "cluster.measured=[{local: 2, gb_s: 2}]", "cluster.atp_gb_s={2x1: [1.5, null]}",
 ]  # fmt: skip

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from gpt4d.config.fields import COUNT, FRACTION, LARGEST_DEVICES, SIZE, derived, setting
+from gpt4d.config.trainers import TRAINERS
 
 # Interpolations, which OmegaConf resolves.
 _MODEL_VOCABULARY: Any = "${oc.select:model.vocab_size,null}"
@@ -242,6 +243,10 @@ class ClusterConfig:
         None, "throughput in a large float8 product; null: a GPU has none, and a CPU matmul_tflops", above=0
     )
     memory_gb_s: float = setting(5.0, "rate at which elementwise operations read and write", above=0)
+    product_hidden: float = setting(
+        1.0, "fraction of a product's reads and writes that overlaps its arithmetic", at_least=0, at_most=1
+    )
+    spread: float = setting(0.0, "standard deviation of the devices' speed, relative to its mean", at_least=0)
     operation_us: float = setting(20.0, "minimum time of an operation", at_least=0)
     hidden: float = setting(
         0.9, "fraction of an unmeasured collective's time that overlaps computation", at_least=0, at_most=1
@@ -251,6 +256,7 @@ class ClusterConfig:
     devices_per_node: int | None = setting(None, "devices of a node; null: as levels states", at_least=1)
     levels: list[LevelConfig] = setting([LevelConfig()], "levels of links, outermost first")
     measured: list[MeasuredConfig] = setting([], "measured collectives, which take precedence over levels")
+    trainer: str = setting("gpt4d", "trainer whose kernels and recomputation a plan assumes", choices=tuple(TRAINERS))
     atp_gb_s: Any = setting(None, "measured all-reduce bandwidths of ATP's meshes, such as {2x4: [1.2, 4.95]}")
 
 

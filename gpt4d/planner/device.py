@@ -6,11 +6,13 @@ a norm, does not queue behind a long one of another axis: they share the channel
 """
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from gpt4d.config import ClusterConfig, GridSizes
+from gpt4d.config.trainers import TRAINERS
 from gpt4d.parallel.comm import message_size
 from gpt4d.parallel.symbolic.tensor import Computation
 from gpt4d.planner.topology import ALL_TO_ALL, RankSpan, Speed, exchange_speed, message_speed, spans, speed
@@ -18,6 +20,8 @@ from gpt4d.planner.topology import ALL_TO_ALL, RankSpan, Speed, exchange_speed, 
 AXES = (*GridSizes._fields, "context", "batch", "world", "stage")
 KINDS = "all_reduce", "all_gather", "reduce_scatter"  # in rings
 SHIFT = "shift"  # a message of each rank to the next rank of its group
+_SCORE_BYTES = 2
+_WITHOUT_RECOMPUTED_SCORES = 6 / 7  # FLOPs of attention that does not recompute its scores in the backward
 _SHORT = 0.1  # share of a channel's busy time: a shorter collective of another axis shares the channel
 
 
@@ -63,6 +67,12 @@ class Links:
         self.speeds: dict[tuple[str, str], Speed] = {
             (kind, axis): speed(cluster, kind, span) for axis, span in by_axis.items() for kind in KINDS
         }
+        exposed = 1 - TRAINERS[cluster.trainer].overlapped_tensor
+        self.speeds |= {
+            key: speed._replace(s_per_byte=exposed * speed.s_per_byte)
+            for key, speed in self.speeds.items()
+            if key[1] == "x"
+        }
         self.speeds |= {(SHIFT, axis): message_speed(cluster, span) for axis, span in by_axis.items()}
         self.speeds |= {(ALL_TO_ALL, axis): exchange_speed(cluster, span) for axis, span in by_axis.items()}
         self.costs: dict[tuple[str, str, float, float], CollectiveCost] = {}  # cache
@@ -82,36 +92,58 @@ class Links:
         return cost
 
 
+def _newest_kernel(cluster: ClusterConfig) -> int:
+    """Return the version of FlashAttention with which a GPU reaches ``attention_tflops``: 3 from Hopper on."""
+    return 3 if cluster.fp8_tflops else 2
+
+
 class Rates(NamedTuple):
-    """The speed of a device."""
+    """The speed of a device, and what the kernels of its trainer (gpt4d.config.trainers) read and write."""
 
     s_per_flop: float
     s_per_byte: float
     operation_s: float
     s_per_attention_flop: float | None = None  # None: attention takes the time of its products with all keys
     s_per_float8_flop: float | None = None  # None: float8 products take as long as others
+    product_hidden: float = 1.0  # fraction of a product's reads and writes, or of its arithmetic, that overlaps
+    score_passes: float = 0.0  # over the scores of attention in a forward; 0: one kernel keeps them on the chip
+    float8_copies: float = 1.0  # bytes of float8 conversions relative to gpt4d's
 
     @classmethod
     def of(cls, cluster: ClusterConfig) -> "Rates":
-        attention = cluster.attention_tflops and 1e-12 / cluster.attention_tflops
+        trainer = TRAINERS[cluster.trainer]
+        attention = cluster.attention_tflops and 1e-12 / (
+            trainer.attention_share(_newest_kernel(cluster)) * cluster.attention_tflops
+        )
         float8 = cluster.fp8_tflops and 1e-12 / cluster.fp8_tflops
         products, s_per_byte = 1e-12 / cluster.matmul_tflops, 1e-9 / cluster.memory_gb_s
-        return cls(products, s_per_byte, cluster.operation_us / 1e6, attention, float8)
+        passes, copies = trainer.score_passes, trainer.float8_copies
+        operation_s = cluster.operation_us / 1e6
+        return cls(products, s_per_byte, operation_s, attention, float8, cluster.product_hidden, passes, copies)
 
     def seconds(self, computation: Computation) -> float:
         """Return the seconds of a product or of elementwise operations.
 
-        A product takes the maximum of two times, since it reads and writes while it multiplies. Its
-        copies take further time.
+        A product takes the maximum of two times and the part of the other one that does not overlap, since it reads and
+        writes while it multiplies. Its copies take further time. Attention without a fused kernel multiplies with all
+        keys, keeps the scores for the backward, and reads and writes them in bf16.
         """
-        flops, moved, operations, attention, float8, copied = computation
+        flops, moved, operations, attention, float8, copied, head_size = computation
+        if attention is not None and self.score_passes:
+            product_s = flops * _WITHOUT_RECOMPUTED_SCORES * self.s_per_flop
+            moved += self.score_passes * _SCORE_BYTES * flops / (4 * head_size)
+            return product_s + moved * self.s_per_byte + operations * self.operation_s
         if attention is not None and self.s_per_attention_flop is not None:
             product_s = attention * self.s_per_attention_flop
         elif float8 and self.s_per_float8_flop is not None:
             product_s = flops * self.s_per_float8_flop
         else:
             product_s = flops * self.s_per_flop
-        return max(product_s, moved * self.s_per_byte) + copied * self.s_per_byte + operations * self.operation_s
+        moved_s, copied_s = moved * self.s_per_byte, copied * self.s_per_byte
+        if float8:
+            copied_s *= self.float8_copies
+        exposed_s = (1 - self.product_hidden) * min(product_s, moved_s)
+        return max(product_s, moved_s) + exposed_s + copied_s + operations * self.operation_s
 
 
 class PendingCollective(NamedTuple):
@@ -131,6 +163,8 @@ class Device:
         self.records, self.recomputation, self.imbalance = True, None, 1.0
         self.rates = Rates.of(cluster)
         self.skew_s = cluster.skew_us / 1e6
+        # The slowest of n devices, whose speeds have a normal distribution, determines a step.
+        self.slowest = 1 + cluster.spread * math.sqrt(2 * math.log(links.sizes["world"]))
         self.now = 0.0
         self.compute_s = 0.0
         # Times at which the channels become free: before the part between nodes, between nodes, and after it.
@@ -154,6 +188,7 @@ class Device:
 
     def work(self, seconds: float, held: int = 0, peak: float = 0) -> None:
         """Compute for some time, with a peak of ``peak`` bytes, and change the memory in use by ``held`` bytes."""
+        seconds *= self.slowest
         self.now += seconds
         self.compute_s += seconds
         if self.held + peak > self.peak:

@@ -10,6 +10,7 @@ A block reuses the recording of another block of the same kind whose neighbors a
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from gpt4d.config import Config, GridSizes, OverlapConfig
+from gpt4d.config.trainers import TRAINERS
 from gpt4d.model.description import Description, EdgeTensor, joined
 from gpt4d.parallel.context import Context, layer_settings
 from gpt4d.parallel.engine.prefetch import BACKWARD, FORWARD, RECOMPUTATION, WeightUse, weight_order
@@ -112,10 +114,13 @@ class Settings:
     splits_backwards: bool
     overlaps_sums: bool
     layers: tuple[tuple[str, Any], ...]
+    repeated_products: float  # fraction of a forward's products that the trainer's backward repeats in addition
+    repeats_last: bool  # the trainer's backward repeats the last product of a block
 
     @classmethod
     def of(cls, config: Config, sizes: GridSizes, micro_batch: int) -> Settings:
         """Return the settings of a run. ``micro_batch``: samples on one device."""
+        trainer, recomputed = TRAINERS[config.cluster.trainer], config.train.activation_checkpointing
         return cls(
             sizes,
             config.parallel.context,
@@ -128,6 +133,8 @@ class Settings:
             splits_backwards(config),
             config.parallel.overlap.all_reduce,
             tuple(layer_settings(config).items()),
+            trainer.recomputed_products if recomputed == "selective" else 0.0,
+            trainer.recomputes_all and recomputed == "full",
         )
 
 
@@ -147,13 +154,24 @@ class _RecordingDevice:
         self.places = places  # indices of the blocks, by name
         self.sizes = {**settings.sizes._asdict(), "none": 1}
         self.segments: list[Segment] = []
+        self.repeated, self.repeats_last = settings.repeated_products, settings.repeats_last
+        self.products: defaultdict[int, list[float]] = defaultdict(list)  # seconds in the forward of each block
         self.kept: list[SymbolicTensor] = []  # gradients, whose memory the layers have handed over
+        self._in_block = False  # the last gathered weight belongs to a block
         self._keys = 0  # number of keys in the current segment
         self._counts: dict[tuple[str, int], int] = {}  # number of keys in each earlier segment
         self._seconds, self._held, self._peak = 0.0, 0, 0.0
 
     def compute(self, computation: Computation) -> None:
-        self._seconds += self.rates.seconds(computation)
+        seconds = self.rates.seconds(computation)
+        self._seconds += seconds
+        if (
+            self._in_block
+            and computation.flops
+            and computation.attention is None
+            and self.segments[-1].phase == FORWARD
+        ):
+            self.products[self.segments[-1].place].append(seconds)
 
     def hold(self, nbytes: int) -> None:
         self._held += nbytes
@@ -193,10 +211,13 @@ class _RecordingDevice:
             ]
         self.segments.append(Segment(phase, place, []))
         self._keys = 0
+        if phase == BACKWARD and (products := self.products[place]):
+            self._seconds += self.repeated * sum(products) + self.repeats_last * products[-1]
 
     def gather(self, name: str, phase: str, weight: SymbolicTensor) -> SymbolicTensor:
         """Return a gathered weight, whose memory the player counts."""
         self._enter(FORWARD if phase == FORWARD else BACKWARD, name)
+        self._in_block = self._place(name) is not None
         key = self._new_key()
         self._add(Gather(self._seen(key), self._parameter(name), phase))
         return SymbolicTensor(self, weight.shape, weight.dtype, _Use(self, key))

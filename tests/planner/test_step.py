@@ -1,10 +1,12 @@
 """Planned step times on machines of round numbers, compared with written-out sums, and the effects of overlaps."""
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from gpt4d.config import ClusterConfig, Config, GridSizes, LevelConfig, OverlapConfig
+from gpt4d.config.trainers import TRAINERS
 from gpt4d.model import registry
 from gpt4d.parallel.comm import message_size
 from gpt4d.planner import estimate
@@ -74,6 +76,55 @@ def test_the_linear_layers_of_blocks_have_the_rate_of_float8_products():
     narrow = plan(replace(PRODUCTS, fp8_tflops=4.0), GridSizes(), "train.precision=fp8")
     assert narrow.compute_s == pytest.approx(wide.compute_s - 0.75 * linear * 1e-12)
     assert plan(replace(PRODUCTS, fp8_tflops=4.0), GridSizes()).compute_s == wide.compute_s
+
+
+BLOCKS = 3 * 2 * 256 * 12 * 64**2  # FLOPs of a forward of the linear layers of all blocks of MODEL
+
+
+@pytest.mark.parametrize(
+    ("trainer", "checkpointing", "flops"),
+    [
+        ("axonn", "full", BLOCKS / 3),  # the last product of a block
+        ("llm-foundry", "full", 0),  # ends at the last saved tensor, as gpt4d
+        ("torchtitan", "selective", BLOCKS / 2),  # every second product
+        ("megatron-2022", "none", -0.5 * SCORES),  # the backward of attention does not recompute its scores
+    ],
+)
+def test_other_trainers_recompute_other_products(trainer, checkpointing, flops):
+    override = f"train.activation_checkpointing={checkpointing}"
+    own = plan(PRODUCTS, GridSizes(), override).compute_s
+    other = plan(replace(PRODUCTS, trainer=trainer), GridSizes(), override).compute_s
+    assert other - own == pytest.approx(flops * 1e-12, abs=own * 1e-9)
+
+
+def test_attention_without_a_fused_kernel_reads_and_writes_its_scores():
+    machine = replace(PRODUCTS, matmul_tflops=NOWHERE, memory_gb_s=1.0)
+    own, other = (plan(replace(machine, trainer=name), GridSizes()).compute_s for name in ("gpt4d", "megatron-2022"))
+    passes = TRAINERS["megatron-2022"].score_passes
+    assert other - own == pytest.approx(3.5 * passes * 2 * SCORES / (4 * 16) * 1e-9)
+
+
+def test_older_attention_kernels_are_slower_on_gpus_that_have_newer_ones():
+    machine = replace(PRODUCTS, matmul_tflops=NOWHERE, attention_tflops=1.0)
+    for fp8_tflops, generations in ((None, 1), (1.0, 2)):
+        own, other = (
+            plan(replace(machine, fp8_tflops=fp8_tflops, trainer=name), GridSizes()).compute_s
+            for name in ("gpt4d", "llm-foundry")
+        )
+        assert other == pytest.approx(own / 0.6**generations)
+
+
+def test_the_slowest_of_several_devices_determines_a_step():
+    alone = plan(PRODUCTS, GridSizes(data=4)).compute_s
+    spread = plan(replace(PRODUCTS, spread=0.1), GridSizes(data=4)).compute_s
+    assert spread == pytest.approx((1 + 0.1 * math.sqrt(2 * math.log(4))) * alone)
+
+
+def test_reads_and_writes_of_products_overlap_their_arithmetic_as_far_as_the_machine_says():
+    machine = replace(PRODUCTS, memory_gb_s=1000.0)
+    both, neither = (plan(replace(machine, product_hidden=share), GridSizes()).compute_s for share in (1.0, 0.0))
+    half = plan(replace(machine, product_hidden=0.5), GridSizes()).compute_s
+    assert both < half == pytest.approx((both + neither) / 2)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])

@@ -204,14 +204,15 @@ class Kernel:
             return Computation(operations=0), 0.0, places
         flops = self.flops(*args) if self.flops else 0.0
         attention = self.attention(*args) if self.attention else None
+        head_size = next(one.shape[-1] for one in tensors if len(one.shape) == 4) if self.attention else 0
         blocks = self.blocks(*args) if self.blocks else 1
         key, compiled = f"{self.name} {args[0].dtype} {len(tensors)}", self.fused or self.blocks
         if (compiled and device.compiled) or (not compiled and key not in _eager_costs()):
             temporary = self.temporary(*args) if self.temporary else 0.0
             copied = self.copied(*args) if self.copied else 0.0
-            return Computation(flops, moved, blocks, attention, self.float8, copied), temporary, places
+            return Computation(flops, moved, blocks, attention, self.float8, copied, head_size), temporary, places
         factor, operations, temporary = _eager_costs()[key]
-        computation = Computation(flops, factor * moved, operations * blocks, attention, self.float8)
+        computation = Computation(flops, factor * moved, operations * blocks, attention, self.float8, 0.0, head_size)
         return computation, temporary * moved / blocks, places
 
 

@@ -25,6 +25,7 @@ class Computation(NamedTuple):
         attention: FLOPs without masked products, if the product is attention.
         float8: the factors of the product are float8.
         copied: bytes read and written before or after the product.
+        head_size: size of a head, if the product is attention.
     """
 
     flops: float = 0.0
@@ -33,6 +34,7 @@ class Computation(NamedTuple):
     attention: float | None = None
     float8: bool = False
     copied: float = 0.0
+    head_size: int = 0
 
 
 class SymbolicDevice(Protocol):

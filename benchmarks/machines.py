@@ -1,0 +1,57 @@
+"""Machine profiles of published runs, from the words of their ``hardware``."""
+
+from dataclasses import replace
+
+from gpt4d.config import CONFIG_DIR, ClusterConfig, LevelConfig, read_cluster
+from gpt4d.config.machine import MachineFacts, describe
+from gpt4d.config.sustained import SUSTAINED, sustained
+
+# Word of the hardware, cluster file, GPU. The first word that matches counts.
+_MACHINES = (
+    ("ic1", "ic1", "A100"),
+    ("ic2", "ic2", "A100"),
+    ("ic3", "ic3", "A100"),
+    ("ic4", "ic4", "A100"),
+    ("Perlmutter", "perlmutter", "A100"),
+    ("H200", "dgx_h200", "H100"),
+    ("H100", "dgx_h100", "H100"),
+    ("A100", "dgx_a100", "A100"),
+)
+_BLACKWELL = {"GB300": (279, 64), "GB200": (186, 64), "B200": (180, 8)}  # GiB of a GPU, GPUs on one NVLink switch
+# All-reduces on the ATP paper's machines reach these shares of the rates in the cluster files. The rate of ic1 is the
+# paper's own; Eq. 2 counts bytes that its planner does not send.
+_REACHED = {"ic1": 1.10, "ic2": 0.295, "ic4": 0.386}
+_BANDWIDTHS = {"40GB": 1555 / 2039, "HBM2e": 2400 / 3350, "H200": 4800 / 3350}  # of memory, relative to the usual GPU
+_POWER = {"500 W": 0.825}  # share of the products of a GPU of 700 W
+
+
+def machine_of(row: dict) -> ClusterConfig | None:
+    """Return the machine of a row with sustained rates; None if it is unknown."""
+    words = row["hardware"]
+    for gpu, (gib, local) in _BLACKWELL.items():
+        if gpu in words:
+            return sustained(describe(MachineFacts(500, local, 2, f"NVIDIA {gpu}", gib, local)), SUSTAINED[gpu])
+    found = next(((file, gpu) for word, file, gpu in _MACHINES if word in words), None)
+    if found is None:
+        return None
+    file, gpu = found
+    rates = SUSTAINED[gpu]
+    for word, share in _BANDWIDTHS.items():
+        if word in words:
+            rates = replace(rates, memory_gb_s=share * rates.memory_gb_s)
+    for word, share in _POWER.items():
+        if word in words:
+            rates = rates.with_power(share)
+    cluster = read_cluster(CONFIG_DIR / "cluster" / f"{file}.yaml")
+    if "HBM2e" in words:
+        cluster = replace(cluster, memory_gib=94)
+    if "40GB" in words:
+        cluster = replace(cluster, memory_gib=40)
+    if "4x100 Gb" in words:
+        cluster = replace(cluster, levels=[LevelConfig(None, 50, latency_us=8), *cluster.levels[1:]])
+    if file not in _REACHED:
+        return sustained(cluster, rates)
+    share = _REACHED[file]
+    meshes = {mesh: [rate and share * rate for rate in pair] for mesh, pair in (cluster.atp_gb_s or {}).items()}
+    links = {"between": share} if len(cluster.levels) > 1 else {"inside": share}
+    return replace(sustained(cluster, rates, **links), atp_gb_s=meshes or None)

@@ -1,0 +1,61 @@
+"""Published runs of other trainers: their rows, the halves of the scoreboard, and their plans."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from benchmarks.experiments.published import FIT, Settings, errors, halves, plot, run
+from benchmarks.published import ROWS, planned, read_rows
+from gpt4d.config import ConfigError
+
+PLANNED = "megatron_seqsel_175b_seqsel", "mosaic_7b_8_h100", "torchtitan_8b_8_cp2", "atp_M3_ic4", "nemo2511_8b_b200"
+
+
+def rows_by_id() -> dict[str, dict]:
+    return {row["id"]: row for row in read_rows(ROWS)}
+
+
+def test_every_published_row_has_its_own_id_a_source_and_how_it_was_checked():
+    rows = read_rows(ROWS)
+    assert len({row["id"] for row in rows}) == len(rows) >= 120
+    assert all(row["source"] and row["source_checked"] and row["hardware"] for row in rows)
+
+
+def test_halves_have_equally_many_rows_of_each_machine_in_any_order_of_the_rows():
+    rows = read_rows(ROWS)
+    found = halves(rows)
+    counts = Counter((row["hardware"], found[row["id"]]) for row in rows)
+    for machine in {row["hardware"] for row in rows}:
+        assert counts[machine, FIT] - counts[machine, "test"] in (0, 1)
+    assert halves(rows[::-1]) == found
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_the_plan_of_a_published_run_has_its_devices_and_microbatch(name):
+    row = rows_by_id()[name]
+    plan = planned(row)
+    assert plan.devices == row["gpus"]
+    assert plan.micro_batch == row["micro_batch"]
+    assert 0.5 < plan.step_time_s / row["step_s"] < 1.5
+
+
+def test_a_file_of_rows_gives_planned_and_published_seconds_and_reasons(tmp_path, capsys):
+    known = rows_by_id()
+    unknown = known["maxtext_llama2_70b_v5p"]
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps({"rows": [known["mosaic_7b_8_h100"], known["atp_M2_ic3"], unknown]}))
+    (results,) = run(Settings(rows=str(file)))
+    assert [row["id"] for row in results["rows"]] == ["mosaic_7b_8_h100", "atp_M2_ic3"]
+    assert results["rows"][0]["published_s"] == known["mosaic_7b_8_h100"]["step_s"]
+    assert [row["id"] for row in results["unplanned"]] == [unknown["id"]]
+    assert results["errors"] == errors(results["rows"])
+    assert "not planned: no step time is published" in capsys.readouterr().out
+    assert plot(Settings(), results) is not None
+
+
+def test_a_file_without_rows_is_an_error_in_one_line(tmp_path):
+    file = tmp_path / "rows.json"
+    file.write_text("[]")
+    with pytest.raises(ConfigError, match=r"^rows=.*: not a file of published runs"):
+        read_rows(str(file))
