@@ -22,7 +22,7 @@ from gpt4d.planner.resolve import resolve
 from gpt4d.planner.search import rank
 from gpt4d.planner.topology import for_devices
 
-ROWS = "benchmarks/published.json"
+ROWS = str(Path(__file__).with_name("published.json"))
 _PRECISIONS = {"fp16": "bf16", "bf16": "bf16", "fp8": "fp8", "float8": "fp8", "mxfp8": "fp8"}
 _FAMILIES = {"gpt2": "gpt_20b", "gpt2 layers only": "gpt_20b", "llama": "llama3_8b", "qwen3_moe": "qwen3_moe_30b"}
 _CHECKPOINTING = {"full": "full", "selective per op": "selective"}
@@ -163,10 +163,13 @@ def _parallel(row: dict, trainer: TrainerProfile) -> Iterator[list[str]]:
         if pp > 1:
             name = "interleaved_1f1b" if chunks > 1 else "1f1b"
             grid += [f"parallel.pipeline.schedule={name}", f"parallel.pipeline.chunks_per_stage={chunks}"]
-        for size in [row["micro_batch"]] if row["micro_batch"] else _MICRO_BATCHES:
+        stated = row["micro_batch"]
+        if pp > 1 and stated == samples:
+            stated = None  # the batch of a replica: a pipeline has several microbatches
+        for size in [stated] if stated else _MICRO_BATCHES:
             if samples % size == 0:
                 key = f"train.micro_batch_size={size}" if pp == 1 else None
-                own = trainer.overrides(z > 1, samples > size)
+                own = trainer.overrides(fsdp, samples > size)
                 yield [*grid, *own, key or f"parallel.pipeline.microbatches={samples // size}"]
 
 
@@ -176,13 +179,15 @@ def _largest_z(row: dict, devices: int) -> int:
     return max(size for size in divisors(devices) if all(limit % size == 0 for limit in limits))
 
 
-def summary(plan: Plan) -> dict[str, Any]:
-    """Return the parts of a plan that the results state."""
+def summary(row: dict, plan: Plan) -> dict[str, Any]:
+    """Return the parts of a row's plan that the results state."""
+    trainer = TRAINERS[trainer_of(row) or "gpt4d"]
+    logits = plan.micro_batch * row["model"]["seq"] / plan.context * (row["model"].get("vocab") or 0) / plan.sizes.x
     return {
         "grid": plan.grid,
         "micro_batch": plan.micro_batch,
         "compute_s": plan.compute_s,
         "exposed_s": plan.exposed_s,
         "idle_s": plan.idle_s,
-        "memory_gib": plan.memory_gib,
+        "memory_gib": plan.memory_gib + trainer.logit_bytes * logits / 2**30,
     }

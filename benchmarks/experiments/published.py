@@ -4,7 +4,8 @@
 
 Every row is planned with the profile of its trainer (gpt4d.config.trainers) on the profile of its machine
 (benchmarks.machines). Rates of machines were fitted on half of the rows. The other half is the test: the rows of each
-machine, ordered by a hash of their id, belong to the two halves alternately. Trains nothing and takes a few minutes.
+machine, ordered by a hash of their id, belong to the two halves alternately. All rows that benchmarks/published.json
+lacks belong to the test. Trains nothing and takes a few minutes.
 """
 
 import hashlib
@@ -53,7 +54,7 @@ def score(row: dict, half: str) -> dict[str, Any]:
         "planned_s": plan.step_time_s,
         "published_s": row["step_s"],
         "published_gib": row["published"].get("memory_gib"),
-        **summary(plan),
+        **summary(row, plan),
     }
 
 
@@ -135,11 +136,11 @@ def plot(settings: Settings, results: dict) -> Any:
 
 def run(settings: Settings) -> Iterator[dict]:
     published = read_rows(settings.rows)
-    half_of = halves(published)
+    half_of = halves(read_rows(ROWS))
     rows, unplanned = [], []
     for row in published:
         try:
-            rows.append(score(row, half_of[row["id"]]))
+            rows.append(score(row, half_of.get(row["id"], TEST)))
             print(line(rows[-1]), flush=True)
         except NotPlanned as reason:
             unplanned.append({"id": row["id"], "reason": str(reason)})

@@ -28,9 +28,9 @@ class SustainedRates:
 SUSTAINED = {
     "A100": SustainedRates(230, 186, 1800),
     "H100": SustainedRates(636, 484, 3000, 1450),
-    "B200": SustainedRates(1500, 757, 6000, 3940),
-    "GB200": SustainedRates(1650, 757, 6000, 4390),
-    "GB300": SustainedRates(1650, 757, 6000, 4390),
+    "B200": SustainedRates(1500, 757, 7100, 3940),
+    "GB200": SustainedRates(1650, 757, 7100, 4000),
+    "GB300": SustainedRates(1650, 757, 7100, 4390),
 }
 PRODUCT_HIDDEN = 0.85
 HIDDEN = 0.67  # products slow down while a collective occupies multiprocessors and memory

@@ -26,6 +26,7 @@ class TrainerProfile:
         score_passes: reads and writes of all scores in a forward, if no fused kernel keeps them on the chip.
         recomputes_all: full recomputation includes the last product of a block, whose result no backward needs.
         recomputed_products: fraction of a forward's products that selective recomputation repeats.
+        logit_bytes: memory of each logit in addition to gpt4d's single copy.
         float8_copies: bytes of the conversions to float8, relative to gpt4d's.
     """
 
@@ -40,6 +41,7 @@ class TrainerProfile:
     score_passes: float = 0.0
     recomputes_all: bool = False
     recomputed_products: float = 0.0
+    logit_bytes: float = 0.0
     float8_copies: float = 1.0
 
     def attention_share(self, newest: int) -> float:
@@ -82,6 +84,7 @@ _TORCHTITAN = TrainerProfile(
     sequence_parallel=True,
     flash_attention=2,
     recomputed_products=0.5,
+    logit_bytes=10,  # float32 logits, their gradients in float32 and in bf16 (cross_entropy of pred.float())
 )
 TRAINERS = {
     "gpt4d": TrainerProfile("this code"),

@@ -6,8 +6,9 @@ from collections import Counter
 import pytest
 
 from benchmarks.experiments.published import FIT, Settings, errors, halves, plot, run
+from benchmarks.machines import machine_of
 from benchmarks.published import ROWS, planned, read_rows
-from gpt4d.config import ConfigError
+from gpt4d.config import CONFIG_DIR, ConfigError, read_cluster
 
 PLANNED = "megatron_seqsel_175b_seqsel", "mosaic_7b_8_h100", "torchtitan_8b_8_cp2", "atp_M3_ic4", "nemo2511_8b_b200"
 
@@ -59,3 +60,14 @@ def test_a_file_without_rows_is_an_error_in_one_line(tmp_path):
     file.write_text("[]")
     with pytest.raises(ConfigError, match=r"^rows=.*: not a file of published runs"):
         read_rows(str(file))
+
+
+def test_machines_sustain_less_than_their_cluster_files_estimate():
+    known = rows_by_id()
+    full, limited = (machine_of(known[name]) for name in ("mosaic_7b_8_h100", "torchtitan_8b_8_bf16_compile"))
+    estimate = read_cluster(CONFIG_DIR / "cluster" / "dgx_h100.yaml")
+    assert full.matmul_tflops < estimate.matmul_tflops
+    assert [level.group_gb_s for level in full.levels] < [level.group_gb_s for level in estimate.levels]
+    assert limited.matmul_tflops < full.matmul_tflops  # 500 of 700 W
+    assert limited.memory_gb_s < full.memory_gb_s  # HBM2e
+    assert machine_of(known["maxtext_llama2_70b_v5p"]) is None

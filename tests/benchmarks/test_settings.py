@@ -142,4 +142,4 @@ def test_stored_results_have_the_format_that_plots_read():
             benchmark = import_module(f"benchmarks.experiments.{name}")
             if hasattr(benchmark, "plot") and benchmark.plot(benchmark.Settings(), document):
                 plotted.add(name)
-    assert len(plotted) == 18
+    assert len(plotted) == 19
