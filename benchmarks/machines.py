@@ -18,8 +18,8 @@ _MACHINES = (
     ("A100", "dgx_a100", "A100"),
 )
 _BLACKWELL = {"GB300": (279, 64), "GB200": (186, 64), "B200": (180, 8)}  # GiB of a GPU, GPUs on one NVLink switch
-# Shares of the rates in the cluster files that all-reduces reach on the ATP paper's PCIe and InfiniBand.
-_REACHED = {"ic1": 1.10, "ic2": 0.295, "ic4": 0.31}
+# GB/s that all-reduces reach on the levels of the ATP paper's machines, fitted like the sustained rates.
+_REACHED = {"ic1": (1.87,), "ic2": (37.76, 96.8), "ic4": (7.75,)}
 _BANDWIDTHS = {"40GB": 1555 / 2039, "HBM2e": 2400 / 3350, "H200": 4800 / 3350}  # of memory, relative to the usual GPU
 _POWER = {"500 W": 0.825}  # share of the products of a GPU of 700 W
 
@@ -48,9 +48,10 @@ def machine_of(row: dict) -> ClusterConfig | None:
         cluster = replace(cluster, memory_gib=40)
     if "4x100 Gb" in words:
         cluster = replace(cluster, levels=[LevelConfig(None, 50, latency_us=8), *cluster.levels[1:]])
-    if file not in _REACHED:
-        return sustained(cluster, rates)
-    share = _REACHED[file]
+    machine, reached = sustained(cluster, rates), _REACHED.get(file)
+    if reached is None:
+        return machine
+    share = reached[0] / cluster.levels[0].group_gb_s
     meshes = {mesh: [rate and share * rate for rate in pair] for mesh, pair in (cluster.atp_gb_s or {}).items()}
-    links = {"between": share} if len(cluster.levels) > 1 else {"inside": share}
-    return replace(sustained(cluster, rates, **links), atp_gb_s=meshes or None)
+    levels = [replace(level, group_gb_s=rate) for level, rate in zip(machine.levels, reached, strict=True)]
+    return replace(machine, levels=levels, atp_gb_s=meshes or None)

@@ -115,7 +115,7 @@ _MEGATRON = Trainer(
     ],
     False,
     # Weights in bf16 stay on each rank. Gradients are reduced after the last backward, without --overlap-grad-reduce.
-    {"optim.shard_states": "true", "parallel.overlap.data": "false"}
+    {"cluster.trainer": "megatron", "optim.shard_states": "true", "parallel.overlap.data": "false"}
     | {"parallel.cache_layers": "all", "parallel.cache_scope": "step"},
 )
 _DEGREE, _RESHARD = "--parallelism.{}_parallel_degree={{}}".format, "--parallelism.fsdp_reshard_after_forward="
@@ -152,7 +152,8 @@ _TORCHTITAN = Trainer(
         *_ONLY_HERE,
     ],
     True,
-    {"parallel.overlap.all_reduce": "false", "parallel.cache_layers": "0"},  # DTensor waits for its collectives
+    # DTensor waits for its collectives.
+    {"cluster.trainer": "torchtitan", "parallel.overlap.all_reduce": "false", "parallel.cache_layers": "0"},
 )
 TRAINERS = {"megatron": _MEGATRON, "torchtitan": _TORCHTITAN}
 

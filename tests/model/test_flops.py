@@ -52,7 +52,9 @@ def found(config, **changes):
 
 
 def test_each_family_is_compared_with_a_library():
-    assert {registry.of(model).name for model in [*MODELS.values(), *UNETS.values()]} == {*registry.names()}
+    compared = {registry.of(model).name for model in [*MODELS.values(), *UNETS.values()]}
+    shipped = {name for name in registry.names() if registry.get(name).config.__module__.startswith("gpt4d.")}
+    assert compared == shipped
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
