@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
+from benchmarks.sustained import SUSTAINED, sustained
 from gpt4d.config import CONFIG_DIR, ClusterConfig, LevelConfig, read_cluster
 from gpt4d.config.machine import MachineFacts, describe
-from gpt4d.config.sustained import SUSTAINED, sustained
 
 # Word of the hardware, cluster file, GPU. The first word that matches counts.
 _MACHINES = (

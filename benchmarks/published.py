@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.machines import machine_of
 from gpt4d.config import Config, ConfigError, compose, divisors
-from gpt4d.config.trainers import TRAINERS, TrainerProfile
+from gpt4d.config.trainer_profiles import PROFILES, TrainerProfile
 from gpt4d.data.completion import complete
 from gpt4d.model import registry
 from gpt4d.planner.estimate import Plan
@@ -27,7 +27,7 @@ _PRECISIONS = {"fp16": "bf16", "bf16": "bf16", "fp8": "fp8", "float8": "fp8", "m
 _FAMILIES = {"gpt2": "gpt_20b", "gpt2 layers only": "gpt_20b", "llama": "llama3_8b", "qwen3_moe": "qwen3_moe_30b"}
 _CHECKPOINTING = {"full": "full", "selective per op": "selective"}
 _MICRO_BATCHES = 8, 4, 2, 1  # tried if a row does not state the size
-_LAYERS_ONLY_VOCABULARY = 256  # of a row without embedding and head
+_LAYERS_ONLY_VOCABULARY = 256  # vocabulary of a row without embedding and head
 
 
 _TRAINERS = {
@@ -73,7 +73,7 @@ def planned(row: dict) -> Plan:
     name, cluster = trainer_of(row), machine_of(row)
     if name is None or cluster is None:
         raise NotPlanned(f"no profile of {row['hardware'] if cluster is None else row['system']}")
-    trainer, cluster = TRAINERS[name], replace(cluster, trainer=name)
+    trainer, cluster = PROFILES[name], replace(cluster, trainer=name)
     if row["precision"] not in _PRECISIONS:
         raise NotPlanned(f"no products in {row['precision']}")
     if row["parallel"].get("interleave", 1) is None:
@@ -151,7 +151,7 @@ def _parallel(row: dict, trainer: TrainerProfile) -> Iterator[list[str]]:
     for tp, pp in choices:
         shards = devices // tp // pp
         context = sizes.get("cp", 1)
-        samples = batch * context // shards  # of a model replica
+        samples = batch * context // shards  # samples of a model replica
         if not samples or batch * context % shards:
             continue
         fsdp = "fsdp" in sizes or row["system"] == "ZeRO-3"
@@ -181,7 +181,7 @@ def _largest_z(row: dict, devices: int) -> int:
 
 def summary(row: dict, plan: Plan) -> dict[str, Any]:
     """Return the parts of a row's plan that the results state."""
-    trainer = TRAINERS[trainer_of(row) or "gpt4d"]
+    trainer = PROFILES[trainer_of(row) or "gpt4d"]
     logits = plan.micro_batch * row["model"]["seq"] / plan.context * (row["model"].get("vocab") or 0) / plan.sizes.x
     return {
         "grid": plan.grid,

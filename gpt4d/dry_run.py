@@ -59,7 +59,7 @@ def report(plan: ParallelPlan, config: Config, origins: Mapping[str, str]) -> st
         ("memory", _memory(answer)),
         ("time", f"{tables.plan_line(step)}"),
         ("", str(duration(config, devices, step.step_time_s))),
-        ("rates", tables.rates_text(config.cluster, devices).partition(": ")[2]),
+        ("rates", tables.rates_text(config.cluster, devices)),
         ("disk", str(check_space(plan))),
     ]
     text = "\n".join(f"{name:7} {value}" for name, value in lines)

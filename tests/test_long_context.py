@@ -43,7 +43,7 @@ def imported(tmp_path, capsys):
         for path in write_tokenizer(tmp_path / "tokenizer").iterdir():
             settings = json.loads(path.read_text())
             if path.name == "tokenizer_config.json":
-                # The class of Gemma's config.json would add tokens that this vocabulary has not.
+                # Gemma's config.json selects a class that adds tokens, which this vocabulary lacks.
                 settings |= {"model_max_length": ORIGINAL, "tokenizer_class": "PreTrainedTokenizerFast"}
             (source / path.name).write_text(json.dumps(settings))
         checkpoint_command(["import", f"source={source}", f"out={run}"])

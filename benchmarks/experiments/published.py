@@ -2,10 +2,10 @@
 
     python -m benchmarks published [rows=benchmarks/published.json] [out=benchmarks/results/published]
 
-Every row is planned with the profile of its trainer (gpt4d.config.trainers) on the profile of its machine
-(benchmarks.machines). Rates of machines were fitted on half of the rows. The other half is the test: the rows of each
-machine, ordered by a hash of their id, belong to the two halves alternately. All rows that benchmarks/published.json
-lacks belong to the test. Trains nothing and takes a few minutes.
+Every row is planned with the profile of its trainer (gpt4d.config.trainer_profiles) on the profile of its machine
+(benchmarks.machines). Rates of machines were fitted on one half of the rows, and tested on the second half: the rows of
+each machine, ordered by a hash of their id, belong to the two halves alternately. All rows that
+benchmarks/published.json lacks belong to the test. Trains nothing and takes about a minute.
 """
 
 import hashlib

@@ -132,7 +132,7 @@ class MachineFacts:
     gpu: str | None = None  # torch's name of the GPU
     gpu_gib: float = 0.0
     gpus: int = 0  # on the node, as far as this process sees them
-    cores: int = 1  # of the node
+    cores: int = 1  # cores of the node
     vectors: str | None = None  # key of _CORE_TFLOPS
 
 
@@ -252,7 +252,7 @@ def read_cpu(path: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
     """Return the physical cores of the node and their widest vectors, as fields of MachineFacts."""
     text = path.read_text() if path.exists() else ""
     counts = {key: int(n) for key, n in re.findall(r"^(siblings|cpu cores)\s*: (\d+)$", text, re.MULTILINE)}
-    threads = counts.get("siblings", 1) // counts.get("cpu cores", 1) or 1  # of a core
+    threads = counts.get("siblings", 1) // counts.get("cpu cores", 1) or 1  # threads of a core
     flags = set((re.findall(r"^flags\s*: (.*)$", text, re.MULTILINE) or [""])[0].split())
     return {
         "cores": max(1, (os.cpu_count() or 1) // threads),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from gpt4d.config.fields import COUNT, FRACTION, LARGEST_DEVICES, SIZE, derived, setting
-from gpt4d.config.trainers import TRAINERS
+from gpt4d.config.trainer_profiles import PROFILES
 
 # Interpolations, which OmegaConf resolves.
 _MODEL_VOCABULARY: Any = "${oc.select:model.vocab_size,null}"
@@ -256,7 +256,7 @@ class ClusterConfig:
     devices_per_node: int | None = setting(None, "devices of a node; null: as levels states", at_least=1)
     levels: list[LevelConfig] = setting([LevelConfig()], "levels of links, outermost first")
     measured: list[MeasuredConfig] = setting([], "measured collectives, which take precedence over levels")
-    trainer: str = setting("gpt4d", "trainer whose kernels and recomputation a plan assumes", choices=tuple(TRAINERS))
+    trainer: str = setting("gpt4d", "trainer whose kernels and recomputation a plan assumes", choices=tuple(PROFILES))
     atp_gb_s: Any = setting(None, "measured all-reduce bandwidths of ATP's meshes, such as {2x4: [1.2, 4.95]}")
 
 

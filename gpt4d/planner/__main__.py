@@ -10,8 +10,8 @@
   plot=plan.png    a plot of the plans
   cost=ours        rank by the predicted time of a step; or aware, agnostic: by the 4D paper's models of communication
 
-A job of another trainer: trainer=megatron or torchtitan, with its degrees tp, pp, cp, dp (torchtitan: of the shards,
-and replicate), ep, and vp (chunks of a pipeline rank), micro_batch=1, recompute=none, selective or full.
+A job of another trainer: trainer=megatron or torchtitan, with its degrees tp, pp, cp, dp, ep (and replicate, if dp
+shards weights), vp (chunks of a pipeline rank), micro_batch=1, recompute=none, selective or full.
 
 Further arguments are overrides, as for train.py: model=gpt_20b cluster=perlmutter train.batch_size=256. The planner
 chooses the settings that they leave open: the grid, pipeline stages, microbatches, optim.shard_states,
@@ -121,9 +121,15 @@ def _check(query: PlannerQuery, config: Config) -> None:
     check_values(config, registry.of(config.model))
     check_pipeline(config)
     check_choice("format", query.format, ("table", "json", *trainers.TRAINERS))
-    of_grids = config.parallel.mode != "atp" and (query.world_size or query.grid)
-    if query.format in trainers.TRAINERS and not of_grids:
-        raise ConfigError(f"format={query.format}: states one plan of a grid; use parallel.mode=4d and world_size=64")
+    has_plans, of_other = query.world_size is not None or query.grid is not None, query.format in trainers.TRAINERS
+    is_atp = config.parallel.mode == "atp"
+    if query.format != "table" and not has_plans and not query.largest:
+        raise ConfigError(f"format={query.format}: is a form of plans; add world_size=64 or grid=4x1x2x1")
+    if of_other and is_atp:
+        raise ConfigError(f"format={query.format}: has no meshes; use parallel.mode=4d")
+    if query.price is not None and (not has_plans or is_atp or of_other):
+        use = "world_size=64, parallel.mode=4d and format=table"
+        raise ConfigError(f"price={query.price:g}: is added to the hours of plans; use {use}")
     check_choice("cost", query.cost, ("ours", "aware", "agnostic"))
     check_image_format("plot", query.plot)
     for key in ("world_size", "top"):
@@ -139,6 +145,7 @@ def _print_largest(query: PlannerQuery, overrides: list[str]) -> None:
     unused += [word.partition("=")[0] for word in overrides if word.startswith(("model=", "model.", "lora."))]
     if unused:
         raise ConfigError(f"largest=true: plans every model by itself; leave out {', '.join(unused)}")
+    check_choice("format", query.format, ("table", "json"))
     config, devices = complete(compose(overrides)), query.world_size or 1
     _check(query, config)
     found = largest.trainable(overrides, devices)
@@ -220,7 +227,7 @@ def _answer_for_grid(config: Config, query: PlannerQuery, overrides: list[str]) 
     lines += [f"it fits with {change}, {tables.seconds(change.plan.step_time_s)} per step" for change in changes]
     if not answer.fits and (smallest := answer.smallest()):
         lines.append(f"the fewest devices that suffice are {smallest.devices}, with {' '.join(smallest.overrides)}")
-    lines.append(tables.rates_text(config.cluster, devices))
+    lines.append(tables.rates_line(config.cluster, devices))
     print("\n".join(lines))
     if answer.fits:
         print(tables.runs([plan], answer.config, overrides, query.price))
@@ -237,7 +244,7 @@ def _rank_meshes(config: Config, devices: int, query: PlannerQuery) -> None:
         print(tables.meshes_as_json(plans))
     else:
         print(tables.mesh_table(config, devices, plans))
-        print(tables.rates_text(config.cluster, devices))
+        print(tables.rates_line(config.cluster, devices))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from gpt4d.config import ClusterConfig, GridSizes
-from gpt4d.config.trainers import TRAINERS
+from gpt4d.config.trainer_profiles import PROFILES
 from gpt4d.parallel.comm import message_size
 from gpt4d.parallel.symbolic.tensor import Computation
 from gpt4d.planner.topology import ALL_TO_ALL, RankSpan, Speed, exchange_speed, message_speed, spans, speed
@@ -67,7 +67,7 @@ class Links:
         self.speeds: dict[tuple[str, str], Speed] = {
             (kind, axis): speed(cluster, kind, span) for axis, span in by_axis.items() for kind in KINDS
         }
-        exposed = 1 - TRAINERS[cluster.trainer].overlapped_tensor
+        exposed = 1 - PROFILES[cluster.trainer].overlapped_tensor
         self.speeds |= {
             key: speed._replace(s_per_byte=exposed * speed.s_per_byte)
             for key, speed in self.speeds.items()
@@ -98,7 +98,7 @@ def _newest_kernel(cluster: ClusterConfig) -> int:
 
 
 class Rates(NamedTuple):
-    """The speed of a device, and what the kernels of its trainer (gpt4d.config.trainers) read and write."""
+    """The speed of a device, and the memory traffic of its trainer's kernels (gpt4d.config.trainer_profiles)."""
 
     s_per_flop: float
     s_per_byte: float
@@ -111,7 +111,7 @@ class Rates(NamedTuple):
 
     @classmethod
     def of(cls, cluster: ClusterConfig) -> "Rates":
-        trainer = TRAINERS[cluster.trainer]
+        trainer = PROFILES[cluster.trainer]
         attention = cluster.attention_tflops and 1e-12 / (
             trainer.attention_share(_newest_kernel(cluster)) * cluster.attention_tflops
         )
@@ -124,8 +124,8 @@ class Rates(NamedTuple):
     def seconds(self, computation: Computation) -> float:
         """Return the seconds of a product or of elementwise operations.
 
-        A product takes the maximum of two times and the part of the other one that does not overlap, since it reads and
-        writes while it multiplies. Its copies take further time. Attention without a fused kernel multiplies with all
+        A product multiplies while it reads and writes. It takes the longer of both times, and the part of the shorter
+        time that does not overlap. Its copies take further time. Attention without a fused kernel multiplies with all
         keys, keeps the scores for the backward, and reads and writes them in bf16.
         """
         flops, moved, operations, attention, float8, copied, head_size = computation

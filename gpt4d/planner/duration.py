@@ -16,7 +16,7 @@ class Duration:
     units: int  # tokens or images per step of train.batch_size
     unit: str
     step_time_s: float
-    price: float | None = None  # of an hour of a device, in any currency
+    price: float | None = None  # price of a device-hour, in any currency
 
     @property
     def hours(self) -> float | None:
@@ -57,7 +57,7 @@ class Duration:
 
 
 def duration(config: Config, devices: int, step_time_s: float, price: float | None = None) -> Duration:
-    """Return the duration of a run with ``step_time_s`` seconds per step. ``price``: of an hour of a device."""
+    """Return the duration of a run with ``step_time_s`` seconds per step. ``price``: price of a device-hour."""
     train, family = config.train, registry.of(config.model)
     units = family.units_per_sample(config)
     steps = train.steps if train.epochs is None else None

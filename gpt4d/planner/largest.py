@@ -14,7 +14,7 @@ from gpt4d.planner.duration import Duration, duration
 from gpt4d.planner.estimate import Plan
 from gpt4d.planner.options import open_keys
 from gpt4d.planner.search import rank
-from gpt4d.planner.tables import rates_text, render
+from gpt4d.planner.tables import rates_line, render
 
 _MODELS = sorted(path.stem for path in CONFIG_DIR.glob("model/*.yaml") if not path.stem.endswith("_tiny"))
 _BATCH = 8  # samples per step and device, unless the user sets train.batch_size
@@ -112,5 +112,5 @@ def table(found: list[Trainable], cluster: ClusterConfig, devices: int) -> str:
     large = [each.config.model.name for each in found if not each.plans]
     lines = [render(rows)] + [f"{len(large)} models do not fit: {', '.join(large)}"] * bool(large)
     lines.append(f"fine-tuning and LoRA: sequences of up to {_LENGTH:,} tokens, adapters of rank {_RANK} in attention")
-    lines.append(rates_text(cluster, devices))
+    lines.append(rates_line(cluster, devices))
     return "\n".join(lines)

@@ -7,7 +7,7 @@ from gpt4d.config import CONFIG_DIR, ClusterConfig, Config, divisors
 from gpt4d.model import registry
 from gpt4d.planner.topology import node_size
 
-_CLONE = CONFIG_DIR.parent  # of the repository; an installed package has no train.py and no scripts
+_CLONE = CONFIG_DIR.parent  # clone of the repository; an installed package has no train.py and no scripts
 _SMALL = 20_000_000  # parameters of a model for which the default corpus may be meant
 _ACCOUNT = "--account=ACCOUNT"  # many Slurm clusters refuse a job without an account
 
@@ -43,7 +43,7 @@ def command(config: Config, devices: int, arguments: Sequence[str], chosen: Sequ
 
 
 def merged(arguments: Sequence[str], chosen: Sequence[str]) -> list[str]:
-    """Return the user's overrides, and the planner's overrides in place of those of the same keys."""
+    """Return the user's overrides, where the planner's overrides replace overrides of the same keys."""
     keys = {override.partition("=")[0] for override in chosen} | {"parallel.mode"}
     return [*(word for word in arguments if word.partition("=")[0] not in keys), *chosen]
 

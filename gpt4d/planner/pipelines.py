@@ -88,7 +88,7 @@ def rank(
     alternatives = [candidate.sizes for candidate in candidates]
     for place, plan in enumerate(ranking.plans[:_NUM_IMPROVED]):
         if top is not None and plan.step_time_s - plan.idle_s >= best_s:
-            continue  # the plan would not be the fastest if it never waited
+            continue  # even without idle time, the plan is not the fastest
         searches = searches_of(plan.context)
         first = next(n for n, search in enumerate(searches) if search.level.options == plan.options)
         # The fastest pipeline may allow a faster schedule if further options free the memory for it.

@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from gpt4d.config import Config, GridSizes, OverlapConfig
-from gpt4d.config.trainers import TRAINERS
+from gpt4d.config.trainer_profiles import PROFILES
 from gpt4d.model.description import Description, EdgeTensor, joined
 from gpt4d.parallel.context import Context, layer_settings
 from gpt4d.parallel.engine.prefetch import BACKWARD, FORWARD, RECOMPUTATION, WeightUse, weight_order
@@ -120,7 +120,7 @@ class Settings:
     @classmethod
     def of(cls, config: Config, sizes: GridSizes, micro_batch: int) -> Settings:
         """Return the settings of a run. ``micro_batch``: samples on one device."""
-        trainer, recomputed = TRAINERS[config.cluster.trainer], config.train.activation_checkpointing
+        trainer, recomputed = PROFILES[config.cluster.trainer], config.train.activation_checkpointing
         return cls(
             sizes,
             config.parallel.context,
@@ -365,9 +365,9 @@ def recording_of(description: Description, blocks: Collection[str], settings: Se
 def represented(
     description: Description, blocks: tuple[str, ...]
 ) -> tuple[Description, Description, list[int], dict[str, int]]:
-    """Return the model with ``blocks``, the model with few blocks, and the place of the latter for each of ``blocks``.
+    """Return the model with ``blocks``, the model with few of them, and the place among the few for each block.
 
-    No places: few blocks do not represent the others. The last value has the sizes of the axes that a recording does
+    There are no places if few blocks do not represent all. The last value has the sizes of axes that a recording does
     not depend on.
     """
     splitting = {axis for spec, _ in description.parameter_counts if spec.local for axis in spec.layout.axes}

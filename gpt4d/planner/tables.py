@@ -86,15 +86,19 @@ def runs(plans: list[Plan], config: Config, arguments: Sequence[str], price: flo
 
 def rates_text(cluster: ClusterConfig, devices: int) -> str:
     """Return which rates of a machine were measured, and the command that measures rates that are guesses."""
-    text = f"rates of products, memory and links: {cluster.rates}"
     if cluster.rates.startswith("guesses"):
         start = f"torchrun --nproc-per-node {devices}" if devices > 1 else "python"
         measure = f"{start} -m gpt4d.planner.calibrate out=mine.yaml"
-        return f"{text}; measure them{'' if devices > 1 else ' in ten seconds'}: {measure}, then add cluster=mine.yaml"
+        seconds = "" if devices > 1 else " in ten seconds"
+        return f"{cluster.rates}; measure them{seconds}: {measure}, then add cluster=mine.yaml"
     if cluster.device == "cuda" and cluster.rates.startswith("estimates"):
-        text += "; no link between GPUs" if "H200" in text else "; only one H200, and no link between GPUs,"
-        text += " was ever measured"
-    return text
+        return f"{cluster.rates}; gpt4d has measured one H200, and no link between GPUs"
+    return cluster.rates
+
+
+def rates_line(cluster: ClusterConfig, devices: int) -> str:
+    """Return ``rates_text`` as a line of an answer."""
+    return f"rates of products, memory and links: {rates_text(cluster, devices)}"
 
 
 def table(config: Config, devices: int, ranking: Ranking) -> str:
@@ -130,7 +134,7 @@ def table(config: Config, devices: int, ranking: Ranking) -> str:
         cells += [*exposed, seconds(plan.hidden_s), f"{plan.memory_gib:.1f} GiB"]
         cells += [f"{plan.mfu:.0%}"] if plan.mfu else []
         grid_table.add_row(*cells, *([] if plan.published_s is None else [seconds(plan.published_s)]))
-    rates = rates_text(config.cluster, min(devices, node_size(config.cluster)))
+    rates = rates_line(config.cluster, min(devices, node_size(config.cluster)))
     return "\n".join([render(grid_table), *_missing_grids(config, ranking), rates])
 
 

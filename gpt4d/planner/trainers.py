@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from gpt4d.config import Config, ConfigError, check_at_least, check_choice, divisors, value_of
+from gpt4d.config.trainer_profiles import PROFILES
 from gpt4d.model import registry
 
 
@@ -32,8 +33,8 @@ class TrainerJob:
 class Row(NamedTuple):
     """A setting, and the arguments of a trainer that have its meaning.
 
-    ``key`` is a setting or a name of ``_values``. ``arguments`` contain {} for the value; or they are those of each
-    value, and of all others (``...``), empty for the trainer's default. Further values, and None, have no equivalent.
+    ``key`` is a setting or a name of ``_values``. ``arguments`` is a text with {} for the value; or texts by value, and
+    a text for all further values (``...``), empty for the trainer's default. Missing values have no equivalent.
     ``name``: the attribute of ``TrainerJob`` that is the setting's value in a job of the trainer.
     """
 
@@ -43,7 +44,7 @@ class Row(NamedTuple):
 
 
 class Trainer(NamedTuple):
-    """Another trainer: its name, its arguments, and ``settings`` of a plan that behaves like it, by key.
+    """Another trainer and its arguments. ``PROFILES`` has further settings of a plan that behaves like it.
 
     ``shards_weights``: its data parallelism shards weights, as z does; else only optimizer states.
     """
@@ -51,7 +52,6 @@ class Trainer(NamedTuple):
     title: str
     rows: Sequence[Row]
     shards_weights: bool
-    settings: Mapping[str, str]
 
 
 _ONLY_HERE = [
@@ -114,9 +114,6 @@ _MEGATRON = Trainer(
         *_ONLY_HERE,
     ],
     False,
-    # Weights in bf16 stay on each rank. Gradients are reduced after the last backward, without --overlap-grad-reduce.
-    {"cluster.trainer": "megatron", "optim.shard_states": "true", "parallel.overlap.data": "false"}
-    | {"parallel.cache_layers": "all", "parallel.cache_scope": "step"},
 )
 _DEGREE, _RESHARD = "--parallelism.{}_parallel_degree={{}}".format, "--parallelism.fsdp_reshard_after_forward="
 _SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved_1f1b": "Interleaved1F1B"}
@@ -152,8 +149,6 @@ _TORCHTITAN = Trainer(
         *_ONLY_HERE,
     ],
     True,
-    # DTensor waits for its collectives.
-    {"cluster.trainer": "torchtitan", "parallel.overlap.all_reduce": "false", "parallel.cache_layers": "0"},
 )
 TRAINERS = {"megatron": _MEGATRON, "torchtitan": _TORCHTITAN}
 
@@ -218,9 +213,12 @@ def as_plan(job: TrainerJob, config: Config, world_size: int | None, overrides: 
     ``config`` has the model and the batch. ``overrides`` replace settings of the trainer. Raises ConfigError if gpt4d
     has no such plan. Without ``world_size``, the degrees determine the number of devices.
     """
-    given, name = job.degrees, str(job.trainer)
-    check_choice("trainer", name, tuple(TRAINERS))
-    trainer, experts = TRAINERS[name], hasattr(config.model, "experts")
+    given = job.degrees
+    if job.trainer is None:
+        key, value = next(iter(given.items()))
+        raise ConfigError(f"{key}={value}: belongs to a job of another trainer; add trainer=megatron or torchtitan")
+    check_choice("trainer", job.trainer, tuple(TRAINERS))
+    trainer, experts = TRAINERS[job.trainer], hasattr(config.model, "experts")
     keys = {row.name: row.key for row in trainer.rows if row.name}
     for name, value in given.items():
         if name not in {*keys, "trainer", "dp"}:
@@ -240,7 +238,13 @@ def as_plan(job: TrainerJob, config: Config, world_size: int | None, overrides: 
     if given.get("vp", 1) > 1 and pp == 1:
         raise ConfigError(f"vp={given['vp']}: needs several stages; set pp, or leave vp out")
     settings: dict[str, Any] = {"optim.algorithm": "adamw", "parallel.sequence_parallel": str(tp > 1).lower()}
-    settings |= trainer.settings
+    settings["cluster.trainer"] = job.trainer
+    share = config.train.batch_size // (dp * replicate)
+    several = given.get("micro_batch", 1 if pp > 1 else share) < share
+    profile = PROFILES[job.trainer].overrides(trainer.shards_weights, several)
+    settings |= dict(override.split("=") for override in profile)
+    if trainer.shards_weights:  # torchtitan keeps the weights of a stage until its last backward
+        settings["parallel.cache_layers"] = "all" if pp > 1 else "0"
     settings |= {keys[name]: given[name] for name in ("pp", "cp", "vp", "micro_batch", "recompute") if name in given}
     if ep > 1 and not trainer.shards_weights:
         settings["parallel.replicated_layers"] = value_of(config, "model.layers")
@@ -250,8 +254,6 @@ def as_plan(job: TrainerJob, config: Config, world_size: int | None, overrides: 
             raise ConfigError(f"train.batch_size={config.train.batch_size}: use a multiple of {samples} samples")
         settings["parallel.pipeline.microbatches"] = config.train.batch_size // samples
         settings["parallel.pipeline.schedule"] = "interleaved_1f1b" if given.get("vp", 1) > 1 else "1f1b"
-        if trainer.shards_weights:  # torchtitan keeps the weights of a stage until its last backward
-            settings["parallel.cache_layers"] = "all"
     named = {override.partition("=")[0] for override in overrides}
     added = [f"{key}={value}" for key, value in settings.items() if key not in named]
     return f"{tp}x1x{z}x{data}", [*overrides, *added]

@@ -133,9 +133,9 @@ def test_cores_are_counted_without_threads_and_with_their_widest_vectors(tmp_pat
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("world_size=1 cluster=h100", "estimates; only one H200, and no link between GPUs, was ever measured"),
-        ("grid=1x1x1x1 cluster=dgx_h200", "measured steps; no link between GPUs was ever measured"),
-        ("world_size=8 cluster=ic1 parallel.mode=atp", "estimates; only one H200"),
+        ("world_size=1 cluster=h100", "estimates; gpt4d has measured one H200, and no link between GPUs"),
+        ("grid=1x1x1x1 cluster=dgx_h200", "measured steps; gpt4d has measured one H200"),
+        ("world_size=8 cluster=ic1 parallel.mode=atp", "estimates; gpt4d has measured one H200"),
         ("world_size=1 cluster=local", "measure them in ten seconds: python -m gpt4d.planner.calibrate out=mine.yaml"),
         ("world_size=2 cluster=local", "measure them: torchrun --nproc-per-node 2 -m gpt4d.planner.calibrate"),
         ("world_size=1 cluster=local cluster.rates=measured", "rates of products, memory and links: measured"),

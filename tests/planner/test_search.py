@@ -12,10 +12,11 @@ import pytest
 from gpt4d.config import ConfigError, GridSizes, LevelConfig, grid_problem
 from gpt4d.model import registry
 from gpt4d.planner import paper_models
-from gpt4d.planner.capacity import fewest_devices, largest_micro_batch
+from gpt4d.planner.capacity import estimate_of, fewest_devices, largest_micro_batch
 from gpt4d.planner.estimate import Estimate
+from gpt4d.planner.options import KEYS, levels
 from gpt4d.planner.search import rank
-from gpt4d.planner.workload import grids
+from gpt4d.planner.workload import grids, possible_contexts
 from gpt4d.validation import validate
 from tests.support.grids import bytes_planned, bytes_sent, full, train_in_rank
 from tests.support.planner_runs import ask, ranked
@@ -82,6 +83,30 @@ def test_the_planned_microbatch_is_the_largest_that_fits():
     plan = rank(configured([*words]), 4, top=1).plans[0]
     assert f"train.micro_batch_size={plan.micro_batch}" in plan.overrides
     assert plan.sizes in ranked(4, *words, f"train.micro_batch_size={2 * plan.micro_batch}").too_large
+
+
+@pytest.mark.parametrize(
+    ("words", "devices", "share"),
+    [
+        ("model=gpt_20b model.layers=8 cluster=perlmutter train.batch_size=64", 8, 0.9),
+        full("model=llama3_8b cluster=dgx_h100 train.batch_size=64", 16, 0.7),
+        full("model=unet_1b cluster=perlmutter train.batch_size=512", 8, 0.5),
+        full("model=gemma3_1b cluster=perlmutter train.batch_size=128", 8, 0.5),
+        full("model=olmoe_7b cluster=dgx_h100 train.batch_size=64", 8, 0.7),
+        full("model=llama_1b cluster=perlmutter train.batch_size=256 optim.algorithm=muon", 8, 0.5),
+    ],
+)
+def test_activations_of_similar_grids_change_no_microbatch(words, devices, share):
+    config = configured(words.split())
+    config = replace(config, cluster=replace(config.cluster, memory_gib=share * config.cluster.memory_gib))
+    compared = 0
+    for level in levels(config, KEYS):
+        for sizes in grids(devices):
+            if possible_contexts(level.config, level.description.rules, sizes):
+                alone = Estimate(level.config, sizes, level.describe([sizes]))
+                assert largest_micro_batch(estimate_of(level, sizes))[0] == largest_micro_batch(alone)[0], sizes
+                compared += bool(level.alike)
+    assert compared > 20
 
 
 def test_grids_whose_memory_limits_the_microbatch_split_tokens():

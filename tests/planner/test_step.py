@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from gpt4d.config import ClusterConfig, Config, GridSizes, LevelConfig, OverlapConfig
-from gpt4d.config.trainers import TRAINERS
+from gpt4d.config.trainer_profiles import PROFILES
 from gpt4d.model import registry
 from gpt4d.parallel.comm import message_size
 from gpt4d.planner import estimate
@@ -100,7 +100,7 @@ def test_other_trainers_recompute_other_products(trainer, checkpointing, flops):
 def test_attention_without_a_fused_kernel_reads_and_writes_its_scores():
     machine = replace(PRODUCTS, matmul_tflops=NOWHERE, memory_gb_s=1.0)
     own, other = (plan(replace(machine, trainer=name), GridSizes()).compute_s for name in ("gpt4d", "megatron-2022"))
-    passes = TRAINERS["megatron-2022"].score_passes
+    passes = PROFILES["megatron-2022"].score_passes
     assert other - own == pytest.approx(3.5 * passes * 2 * SCORES / (4 * 16) * 1e-9)
 
 

@@ -1,4 +1,4 @@
-"""Profiles of other trainers: what they overlap, fuse and recompute. The default profile is gpt4d itself.
+"""Profiles of other trainers: overlap, fused operations, recomputation. The default profile is gpt4d itself.
 
 A profile follows from the trainer's papers and code, never from a measured run.
 """
@@ -12,13 +12,13 @@ _OLDER_KERNEL = 0.6
 
 @dataclass(frozen=True)
 class TrainerProfile:
-    """What a trainer does differently from gpt4d.
+    """Differences of a trainer from gpt4d.
 
     Attributes:
         source: papers and code that say so.
         fused: elementwise operations run in fused kernels, as with ``train.compile``.
         blocking: the parts of ``parallel.overlap`` that do not overlap computation.
-        overlapped_tensor: fraction of tensor-parallel collectives that runs in slices beside the products.
+        overlapped_tensor: fraction of tensor-parallel collectives that runs in slices, overlapped with products.
         shards_states: ranks of the data axis share the optimizer's states (ZeRO-1).
         sequence_parallel: tensor parallelism also splits tokens wherever it is used.
         half_weights: unsharded weights stay in the compute dtype between microbatches.
@@ -86,7 +86,7 @@ _TORCHTITAN = TrainerProfile(
     recomputed_products=0.5,
     logit_bytes=10,  # float32 logits, their gradients in float32 and in bf16 (cross_entropy of pred.float())
 )
-TRAINERS = {
+PROFILES = {
     "gpt4d": TrainerProfile("this code"),
     "megatron-2021": _MEGATRON_2021,
     "megatron-2022": _MEGATRON_2022,

@@ -1,7 +1,7 @@
-"""Rates that GPUs sustain in long runs of whole clusters: the machine profile of the planner.
+"""Rates that GPUs sustain in long runs of large clusters.
 
 They were fitted on half of the published runs of other trainers (``python -m benchmarks published``). The cluster files
-have estimates of what a single device reaches, which is more.
+have estimates for a single device, which are higher.
 """
 
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ HIDDEN = 0.67  # products slow down while a collective occupies multiprocessors 
 SPREAD = 0.0048
 OPERATION_US = 4.6
 INSIDE, BETWEEN = 0.484, 0.535  # shares of the vendor's link rates that collectives reach inside and between nodes
-LATENCY_US = 24.0  # of a message between nodes
+LATENCY_US = 24.0  # time of a message between nodes
 
 
 def sustained(
