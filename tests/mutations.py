@@ -303,9 +303,9 @@ MUTATIONS = [
         "tests/planner/test_topology.py",
     ),
     Mutation(
-        "planner/capacity.py",
-        "return estimate_of(level, sizes).bound_gib() <= memory and least_gib(level, sizes) <= memory",
-        "return estimate_of(level, sizes).bound_gib() <= memory",
+        "planner/stages.py",
+        "            self._alone_gib,\n",
+        "",
         "the fewest devices that the planner names are enough",
         "tests/planner/test_options.py tests/planner/test_search.py",
     ),

@@ -83,8 +83,8 @@ def predict(config: DeviceConfig, mesh: atp.AtpMesh, chunks: int) -> Plan:
         cluster=plain_rates(config),
     )
     orders = ["xy", "yx"] if 1 not in mesh else ["xy"]
-    choices = [{"rank_order": order, "chunks": chunks} for order in orders]
-    plans = [Estimate(settings, GridSizes(*mesh), choice=choice).plan(batch) for choice in choices]
+    parallels = [replace(settings.parallel, rank_order=order, chunks=chunks) for order in orders]
+    plans = [Estimate(replace(settings, parallel=each), GridSizes(*mesh)).plan(batch) for each in parallels]
     return min(plans, key=lambda plan: plan.step_time_s)
 
 

@@ -37,10 +37,10 @@ class Settings(DeviceConfig):
 def predicted_s(settings: DeviceConfig, name: str) -> float:
     """Return the planner's seconds of a step on a grid with settings."""
     sizes, choice, _ = parse_grid(name)
-    parallel = ParallelConfig(cache_layers="all", pipeline=PipelineConfig(stages=1))
+    parallel = ParallelConfig(cache_layers="all", pipeline=PipelineConfig(stages=1), **choice)
     train = TrainConfig(seq_len=1, batch_size=UNET.batch)
     config = Config(model=UNET.model, train=train, parallel=parallel, cluster=plain_rates(settings))
-    return Estimate(config, sizes, choice=choice).plan(UNET.batch // sizes.batch_shards).step_time_s
+    return Estimate(config, sizes).plan(UNET.batch // sizes.batch_shards).step_time_s
 
 
 def run(settings: Settings) -> Iterator[dict]:

@@ -8,8 +8,8 @@ from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import GridSizes, ModelConfig, compose
 from gpt4d.data import tokenizers, transformers_tokenizer
 from gpt4d.model import registry
-from gpt4d.planner.capacity import largest_micro_batch
-from gpt4d.planner.estimate import Estimate
+from gpt4d.planner.candidates import fewest_microbatches
+from gpt4d.planner.options import levels
 from gpt4d.planner.topology import for_devices
 from gpt4d.task import registry as tasks
 
@@ -57,10 +57,10 @@ def _fitting(settings: list[str]) -> list[str]:
     for recomputation in ([], ["train.activation_checkpointing=full"]):
         config = compose([*settings, *recomputation])
         config = replace(config, cluster=for_devices(config.cluster, 1))
-        micro_batch, _ = largest_micro_batch(Estimate(config, GridSizes()))
-        if micro_batch:
+        if step := fewest_microbatches(levels(config)[0], (GridSizes(),)):
             break
-    share = [] if micro_batch == config.train.batch_size else [f"train.micro_batch_size={micro_batch or 1}"]
+    micro_batch = config.train.batch_size // step.microbatches if step else 1
+    share = [] if micro_batch == config.train.batch_size else [f"train.micro_batch_size={micro_batch}"]
     return [*recomputation, *share]
 
 

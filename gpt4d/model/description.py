@@ -356,9 +356,7 @@ class Description:
         begins = any(part[0].part.begins for part in chosen)
         first = {} if begins else self.model([self.units[0].part]).all_parameters
         copied = {name: self.parameters[name] for name in stage.spec.all_parameters if name in first}
-        stage = replace(stage, copied=copied)
-        stage.__dict__["routers"] = self.routers
-        return stage
+        return stage._with_parts(chosen, copied=copied)
 
     def part(self, first: int, stop: int) -> Part:
         """Return the part from unit ``first`` up to unit ``stop``, which is exclusive."""

@@ -46,7 +46,7 @@ from gpt4d.config.keys import groups
 from gpt4d.data.completion import complete
 from gpt4d.model import registry
 from gpt4d.planner import atp, largest, tables, trainers
-from gpt4d.planner.capacity import check_machine, fewest_devices
+from gpt4d.planner.candidates import check_machine, fewest_devices
 from gpt4d.planner.duration import batch_text
 from gpt4d.planner.estimate import Plan
 from gpt4d.planner.fitting import fit

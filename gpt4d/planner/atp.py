@@ -5,18 +5,19 @@ gpt4d's order of ranks, devices along d1 are neighbors (``rank_order`` xy). In t
 are neighbors.
 """
 
+import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from gpt4d.config import ClusterConfig, Config, ConfigError, GridSizes, ParallelConfig, divisors, grid_problem
 from gpt4d.model.description import Description
-from gpt4d.planner.capacity import check_machine, largest_micro_batch
+from gpt4d.planner.candidates import check_machine, fewest_microbatches, microbatch_numbers
 from gpt4d.planner.device import sent_bytes
-from gpt4d.planner.estimate import Estimate
+from gpt4d.planner.options import Level, levels
 from gpt4d.planner.paper_models import products
 from gpt4d.planner.topology import RankSpan, crossed_levels, for_devices, group_bandwidth, spans, total_gib
-from gpt4d.planner.workload import Descriptions, compute_bytes, product_tflops
+from gpt4d.planner.workload import compute_bytes, product_tflops
 
 
 class AtpMesh(NamedTuple):
@@ -146,8 +147,8 @@ def rank(config: Config, world_size: int) -> list[MeshPlan]:
         check_machine(config.cluster, world_size)
     config = replace(config, cluster=for_devices(config.cluster, world_size))
     chosen = [mesh for mesh in meshes(devices) if all(size in (None, g) for size, g in zip(given, mesh, strict=True))]
-    descriptions = Descriptions()
-    plans = (_plan(config, mesh, world_size, descriptions) for mesh in chosen)
+    level = levels(config)[0]
+    plans = (_plan(level, mesh, world_size) for mesh in chosen)
     return sorted(plans, key=lambda plan: plan.t_comm_s)
 
 
@@ -182,9 +183,9 @@ def _sizes(devices: int) -> str:
     return ", ".join(map(str, divisors(devices)))
 
 
-def _plan(config: Config, mesh: AtpMesh, world_size: int, descriptions: Descriptions) -> MeshPlan:
-    parallel, train, cluster = config.parallel, config.train, config.cluster
-    description, element = descriptions.of(config), compute_bytes(config)
+def _plan(level: Level, mesh: AtpMesh, world_size: int) -> MeshPlan:
+    config, description = level.config, level.description
+    parallel, train, cluster, element = config.parallel, config.train, config.cluster, compute_bytes(config)
     copies = world_size // (mesh.d1 * mesh.d2)
     sizes = GridSizes(*mesh, parallel.gz, copies // parallel.gz)
     samples, length = (
@@ -205,8 +206,12 @@ def _plan(config: Config, mesh: AtpMesh, world_size: int, descriptions: Descript
     flops = description.training_flops(samples, train.seq_len) / (mesh.d1 * mesh.d2 * parallel.context)
     problem, micro_batch, memory = grid_problem(description.rules, train, parallel, sizes), None, None
     if not problem:
-        micro_batch, memory = largest_micro_batch(Estimate(config, sizes, descriptions.of(config, [sizes])))
-        if micro_batch is None:
+        step = fewest_microbatches(level, (sizes,))
+        possible = [step] if step else [level.step((sizes,), number) for number in microbatch_numbers(level, (sizes,))]
+        memory = min(step.needed_gib(math.inf) for step in possible)
+        if step:
+            micro_batch = step.micro_batch(step.stages[0])
+        else:
             problem = f"it needs {memory:.1f} GiB of a device's {total_gib(cluster):.4g} GiB"
     return MeshPlan(
         mesh=mesh,

@@ -1,6 +1,6 @@
 """Check of a run's planned memory against its devices, with settings or numbers of devices that fit."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,14 +15,12 @@ from gpt4d.config import (
     read_cluster,
 )
 from gpt4d.plan import ParallelPlan
-from gpt4d.planner import pipelines
-from gpt4d.planner.capacity import fewest_devices, with_larger_micro_batch
-from gpt4d.planner.estimate import Estimate, Plan
-from gpt4d.planner.options import Level, as_overrides, levels, open_keys
+from gpt4d.planner.candidates import Search, fewest_devices, microbatch_numbers
+from gpt4d.planner.estimate import Plan, as_overrides
+from gpt4d.planner.options import levels, open_keys
 from gpt4d.planner.search import rank, with_fewer_options
 from gpt4d.planner.stages import PipelineEstimate
 from gpt4d.planner.topology import total_gib
-from gpt4d.planner.workload import possible_contexts
 
 _MAX_DEVICES = 4096  # upper limit of the search for the minimum number of devices
 _EXAMPLE = "dgx_h100"  # suggested machine if the configured one is too small
@@ -75,8 +73,7 @@ class Fit:
     def changes(self, limit: int = _NUM_CHANGES) -> list[SuggestedChange]:
         """Return the changes of settings that fit on the same grid with the cluster's margin, fastest step first."""
         stages = self.plan.stages or (self.plan.sizes,)
-        found = _stage_changes(self.config, stages) if len(stages) > 1 else _grid_changes(self.config, stages[0])
-        return sorted(found, key=lambda change: change.plan.step_time_s)[:limit]
+        return sorted(_changes(self.config, stages), key=lambda change: change.plan.step_time_s)[:limit]
 
     def smallest(self) -> Plan | None:
         """Return the fastest plan on the minimum number of devices that can train this model with any settings."""
@@ -113,10 +110,7 @@ def _elsewhere(config: Config) -> str:
 
 def fit(plan: ParallelPlan, cluster: ClusterConfig) -> Fit:
     """Return the planned memory of a run against its devices. ``cluster``: the machine as it is configured."""
-    if len(plan.stages) > 1:
-        return Fit(plan.config, PipelineEstimate.of(plan).plan(), cluster)
-    estimate = Estimate(plan.config, plan.sizes, plan.description)
-    return Fit(plan.config, estimate.plan(estimate.share // plan.microbatches), cluster)
+    return Fit(plan.config, PipelineEstimate.of(plan).plan(), cluster)
 
 
 def check_memory(plan: ParallelPlan, cluster: ClusterConfig) -> None:
@@ -134,41 +128,30 @@ def without_grid(config: Config) -> Config:
     return replace(config, parallel=parallel, train=replace(config.train, micro_batch_size=None))
 
 
-def _grid_changes(config: Config, sizes: GridSizes) -> Iterator[SuggestedChange]:
-    """Yield sets of options that allow a larger microbatch than smaller sets do, each with its largest microbatch.
+def _changes(config: Config, stages: tuple[GridSizes, ...]) -> Iterator[SuggestedChange]:
+    """Yield sets of options that allow fewer microbatches than smaller sets do, each with its fastest step that fits.
 
-    If no set fits, yield them with the fewest ranks that share samples with which a step fits.
+    They have the fewest ranks that share samples with which a step fits.
     """
-    free = replace(config, train=replace(config.train, micro_batch_size=None))
-    choices = levels(free, open_keys(free))
-    for context in possible_contexts(free, choices[0].description.rules, sizes):
-        found = list(_option_changes(config, [level.sharing(context) for level in choices], sizes))
+    parallel, train = config.parallel, config.train
+    pipeline = replace(parallel.pipeline, microbatches=None)
+    free = replace(config, train=replace(train, micro_batch_size=None), parallel=replace(parallel, pipeline=pipeline))
+    search = Search(levels(free, open_keys(free)), sum(sizes.devices for sizes in stages))
+    for context in search.contexts(stages):
+        choices = [level.choosing(context=context) for level in search.choices]
+        numbers = microbatch_numbers(choices[0], stages)
+        if len(stages) > 1:
+            numbers = possible_microbatches(train, choices[0].config.parallel, stages)
+        found = False
+        for level in choices:
+            if step := search.fastest_number(level, stages, numbers):
+                found, numbers = True, [number for number in numbers if number < step.microbatches]
+                plan = with_fewer_options(search, step.plan())
+                settings: dict[str, Any] = {f"parallel.{key}": value for key, value in plan.choice.items()}
+                if len(stages) > 1 and step.microbatches != parallel.pipeline.microbatches:
+                    settings["parallel.pipeline.microbatches"] = step.microbatches
+                elif len(stages) == 1 and plan.micro_batch != (train.micro_batch_size or plan.share):
+                    settings["train.micro_batch_size"] = plan.micro_batch
+                yield SuggestedChange({**settings, **plan.options}, plan)
         if found:
-            yield from found
             return
-
-
-def _option_changes(config: Config, choices: list[Level], sizes: GridSizes) -> Iterator[SuggestedChange]:
-    largest = 0
-    for choice in choices:
-        estimate, micro_batch = with_larger_micro_batch(choice, sizes, largest)
-        if micro_batch is None:
-            continue
-        largest = micro_batch
-        plan = with_fewer_options(estimate.plan(micro_batch), choices)
-        settings: dict[str, Any] = {f"parallel.{key}": value for key, value in plan.choice.items()}
-        if micro_batch != (config.train.micro_batch_size or estimate.share):
-            settings["train.micro_batch_size"] = micro_batch
-        yield SuggestedChange({**settings, **plan.options}, plan)
-
-
-def _stage_changes(config: Config, stages: Sequence[GridSizes]) -> Iterator[SuggestedChange]:
-    """Yield sets of options, each with the number of microbatches that gives the fastest step that fits."""
-    before = config.parallel.pipeline.microbatches
-    for level in levels(config, open_keys(config)):
-        search = pipelines.Search(level)
-        numbers = possible_microbatches(config.train, config.parallel, tuple(stages))
-        fastest = search.faster(search.choices(tuple(stages), numbers), float("inf"))
-        if fastest:
-            number = {} if fastest.microbatches == before else {"parallel.pipeline.microbatches": fastest.microbatches}
-            yield SuggestedChange({**number, **level.options}, search.plan(fastest))

@@ -1,14 +1,15 @@
 """Settings outside ``parallel`` that the planner may choose: sharded states, loss chunks, recomputation."""
 
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from gpt4d.config import Config, ConfigError, GridSizes, value_of
+from gpt4d.config import Config, ConfigError, GridSizes, value_of, with_stages
 from gpt4d.model import registry
 from gpt4d.model.description import Description
+from gpt4d.parallel.stage_plan import consecutive_stages
+from gpt4d.planner.stages import Known, PipelineEstimate, stage_parts
 from gpt4d.planner.workload import Descriptions
 
 RECOMPUTATION = "train.activation_checkpointing"
@@ -23,45 +24,64 @@ KEYS = "optim.shard_states", "train.loss_chunks", RECOMPUTATION
 
 @dataclass(frozen=True)
 class Level:
-    """A configuration with some options. All levels of a search share ``descriptions`` and ``alike``.
+    """A configuration with some settings that the planner has added. All levels of a search share what they know.
 
-    ``options`` and ``choice`` are the settings that the planner has added. ``choice`` has the settings of ``parallel``.
-    ``alike`` has the activations of earlier estimates, for those that differ in z and data only.
+    Args:
+        config: all settings.
+        descriptions: the descriptions of the model.
+        options: added settings outside ``parallel``, by key.
+        choice: added settings of ``parallel``.
+        known: what estimates share, by their description and added settings.
     """
 
     config: Config
     descriptions: Descriptions
     options: Mapping[str, Any]
     choice: Mapping[str, Any] = field(default_factory=dict)
-    alike: defaultdict[tuple, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
+    known: dict[tuple, Known] = field(default_factory=dict)
 
     @cached_property
     def description(self) -> Description:
         """The model without the padding that a grid needs."""
         return self.describe(())
 
-    def describe(self, grids: Collection[GridSizes], choice: Mapping[str, Any] | None = None) -> Description:
-        """Return the model with the padding that these grids need. ``choice`` overrides settings of ``parallel``."""
-        parallel = replace(self.config.parallel, **(choice or {}))
-        return self.descriptions.of(replace(self.config, parallel=parallel), grids)
+    def describe(self, grids: Collection[GridSizes]) -> Description:
+        """Return the model with the padding that these grids need."""
+        return self.descriptions.of(self.config, grids)
 
     def with_options(self, options: Mapping[str, Any]) -> "Level":
         """Return this level, which must have no options, with ``options``."""
         return replace(self, config=with_settings(self.config, options), options=options)
 
-    def sharing(self, context: int) -> "Level":
-        """Return this level with ``context`` ranks that share samples (``parallel.context``)."""
+    def choosing(self, **choice: Any) -> "Level":
+        """Return this level with settings of ``parallel``."""
         parallel = self.config.parallel
-        if context == parallel.context:
+        new = {key: value for key, value in choice.items() if getattr(parallel, key) != value}
+        if not new:
             return self
-        config = replace(self.config, parallel=replace(parallel, context=context))
-        return replace(self, config=config, choice={**self.choice, "context": context})
+        config = replace(self.config, parallel=replace(parallel, **new))
+        return replace(self, config=config, choice={**self.choice, **new})
 
     def without(self, key: str) -> "Level":
         """Return the level without one of its options."""
         options = {name: value for name, value in self.options.items() if name != key}
         default = value_of(Config(), key)
         return replace(self, config=with_settings(self.config, {key: default}), options=options)
+
+    def step(
+        self, stages: tuple[GridSizes, ...], microbatches: int, schedule: str | None = None, chunks: int = 1
+    ) -> PipelineEstimate:
+        """Return the estimate of a step on stages with these grids, by default with the configuration's schedule."""
+        config, description = with_stages(self.config, len(stages)), self.describe(stages)
+        if schedule is not None:
+            pipeline = replace(config.parallel.pipeline, schedule=schedule, chunks_per_stage=chunks)
+            config = replace(config, parallel=replace(config.parallel, pipeline=pipeline))
+        name = id(description), *self.options.items(), *self.choice.items()
+        known = self.known.setdefault(name, Known(self.options, self.choice))
+        parts = known.parts.get((len(stages), chunks)) or stage_parts(config, description)
+        known.parts[len(stages), chunks] = parts
+        plans = consecutive_stages(stages, parts, config.parallel.rank_order)
+        return PipelineEstimate(config, description, plans, microbatches, known)
 
 
 def levels(config: Config, keys: Collection[str] = ()) -> list[Level]:
@@ -94,11 +114,6 @@ def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
         group, _, name = key.partition(".")
         config = replace(config, **{group: replace(getattr(config, group), **{name: value})})
     return config
-
-
-def as_overrides(settings: Mapping[str, Any]) -> list[str]:
-    """Return settings as Hydra reads them."""
-    return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()]
 
 
 def _is_allowed(config: Config) -> bool:

@@ -13,7 +13,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -355,16 +355,33 @@ def recording_of(description: Description, blocks: Collection[str], settings: Se
     reduced, few, sources, others = represented(description, tuple(blocks))
     settings = replace(settings, sizes=settings.sizes._replace(**others))
     if sources:
-        segments = recorded_segments(few, settings)
-        if _have_segments(segments, len(few.blocks)):
-            return MicrobatchRecording(segments, len(few.blocks), sources)
-    return MicrobatchRecording(recorded_segments(reduced, settings), len(reduced.blocks), range(len(reduced.blocks)))
+        segments, count = recorded_segments(few, settings), len(few.description.blocks)
+        if _have_segments(segments, count):
+            return MicrobatchRecording(segments, count, sources)
+    segments, count = recorded_segments(reduced, settings), len(reduced.description.blocks)
+    return MicrobatchRecording(segments, count, range(count))
+
+
+@dataclass(frozen=True)
+class Layers:
+    """A model that equals another one with the same work, such as the middle of a pipeline of four or eight stages."""
+
+    description: Description = field(compare=False)
+    work: Hashable
+
+    @classmethod
+    def of(cls, description: Description) -> Layers:
+        """Return the layers of a model or of a part of it."""
+        whole = description.replicated
+        parts = [
+            [(unit.kind, unit.part.begins, unit.part.ends, unit.name in whole, unit.tensors) for unit in part]
+            for part in description.parts
+        ]
+        return cls(description, (description.probe, tuple(map(tuple, parts)), tuple(description.copied)))
 
 
 @lru_cache(maxsize=1024)
-def represented(
-    description: Description, blocks: tuple[str, ...]
-) -> tuple[Description, Description, list[int], dict[str, int]]:
+def represented(description: Description, blocks: tuple[str, ...]) -> tuple[Layers, Layers, list[int], dict[str, int]]:
     """Return the model with ``blocks``, the model with few of them, and the place among the few for each block.
 
     There are no places if few blocks do not represent all. The last value has the sizes of axes that a recording does
@@ -375,7 +392,7 @@ def represented(
     few = description.with_blocks(few_blocks(reduced, description))
     places = {kinds: place for place, kinds in enumerate(surroundings(few))}
     sources = [places[kinds] for kinds in surroundings(reduced)] if len(places) == len(few.blocks) else []
-    return reduced, few, sources, dict.fromkeys({"z", "data"} - splitting, 1)
+    return Layers.of(reduced), Layers.of(few), sources, dict.fromkeys({"z", "data"} - splitting, 1)
 
 
 def _have_segments(segments: Sequence[Segment], count: int) -> bool:
@@ -385,8 +402,9 @@ def _have_segments(segments: Sequence[Segment], count: int) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def recorded_segments(description: Description, settings: Settings) -> list[Segment]:
+def recorded_segments(layers: Layers, settings: Settings) -> list[Segment]:
     """Compute a microbatch."""
+    description = layers.description
     places = {unit.name: place for place, unit in enumerate(description.blocks)}
     recorder = _RecordingDevice(settings, places, description.imbalance)
     weights = _RecordingWeights(recorder, description, settings)

@@ -1,102 +1,40 @@
-"""Search for the best grid of a configuration: a ranking of all grids that are possible and fit in memory."""
+"""Ranking of the plans of a configuration: the fastest candidates, estimated in full and improved.
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+A quick estimate orders all candidates. The search finds the fastest steps of each one that fits in memory, until no
+further one can be among the best. Settings that make the best plans faster are then tried sequentially.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from gpt4d.config import Config, ConfigError, GridSizes, ParallelConfig, grid_problem, value_of
+from gpt4d.config import Config, ConfigError, GridSizes, ParallelConfig, possible_microbatches, with_stages
 from gpt4d.model import registry
 from gpt4d.parallel.symbolic.stage import MASTER_BYTES
-from gpt4d.planner import paper_models, pipelines
-from gpt4d.planner.capacity import (
+from gpt4d.planner import paper_models
+from gpt4d.planner.candidates import (
+    LEAST_GAIN,
+    MICROBATCHES,
+    Candidate,
+    Ranking,
+    Search,
     check_machine,
-    estimate_of,
-    largest_micro_batch,
-    least_gib,
-    may_have_one_stage,
-    may_have_stages,
+    fewest_microbatches,
     may_split_tokens,
-    with_larger_micro_batch,
+    microbatch_numbers,
 )
-from gpt4d.planner.estimate import Estimate, Plan
-from gpt4d.planner.options import KEYS, RECOMPUTATION, Level, as_overrides, levels
-from gpt4d.planner.topology import for_devices, total_gib, usable_gib
-from gpt4d.planner.workload import compute_bytes, compute_s, grids, micro_batch_sizes, possible_contexts
+from gpt4d.planner.estimate import Plan
+from gpt4d.planner.options import RECOMPUTATION, Level, levels
+from gpt4d.planner.stages import PipelineEstimate
+from gpt4d.planner.workload import compute_bytes, compute_s, possible_contexts
 
-_FURTHER = 5  # number of grids beyond ``top`` that are estimated in full: the quick estimate may order them wrongly
+_FURTHER = 5  # number of candidates beyond ``top`` that are estimated in full: the quick estimate may misorder them
 _LEAST_BUSY = 0.6  # minimum share of ``paper_models.busy_s`` that a step takes, whose sums overlap with computation
-_NUM_IMPROVED = 3  # number of fastest grids of each kind (gather, all-reduce, convert) for which settings are tried
-_LEAST_GAIN = 0.01  # minimum gain of a setting that needs memory, as a share of the step time
-_MAX_MEASURED = 300  # maximum number of grids whose minimum memory is estimated exactly
-
-
-@dataclass
-class Least:
-    """The minimum memory that a step needs over all grids that do not fit."""
-
-    gib: float
-    grid: GridSizes
-    exact: bool  # otherwise a lower bound
-
-    def __str__(self) -> str:
-        return f"{'at least' if self.exact else 'more than'} {self.gib:.1f} GiB"
-
-
-@dataclass
-class Ranking:
-    """Plans, best first, and the reasons why further grids are missing."""
-
-    plans: list[Plan] = field(default_factory=list)
-    fitting: int = 0  # number of grids that fit; ``plans`` are the best of them
-    impossible: int = 0  # number of grids that the model or the batch cannot be split over
-    problem: str | None = None  # why the first impossible grid is impossible
-    pruned: int = 0  # number of grids and pipelines without a full estimate
-    too_large: dict[GridSizes, float] = field(default_factory=dict)  # grids that do not fit, and the GiB they need
-    # Functions that return the exact GiB of a grid for which ``too_large`` has a lower bound.
-    exact: dict[GridSizes, Callable[[], float]] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)  # settings that need the minimum memory
-
-    def least(self) -> Least:
-        """Return the minimum over the grids that do not fit. It is a lower bound if there are too many grids."""
-        for _ in range(_MAX_MEASURED):
-            sizes, needed = min(self.too_large.items(), key=lambda item: item[1])
-            if sizes not in self.exact:
-                break
-            self.too_large[sizes] = self.exact.pop(sizes)()
-        else:
-            sizes, needed = min(self.too_large.items(), key=lambda item: item[1])
-        return Least(needed, sizes, sizes not in self.exact)
-
-    def check(self, config: Config, devices: int) -> None:
-        """Raise ConfigError, with remedies, if there is no plan."""
-        if self.plans:
-            return
-        if not self.too_large:
-            raise ConfigError(f"no grid of {devices} device(s) is possible; the first: {self.problem}")
-        least, cluster = self.least(), for_devices(config.cluster, devices)
-        shared = cluster.host_gib is not None and len(cluster.levels) == 1
-        remedies = ["a machine with more memory (cluster=NAME)" if shared else "more devices"]
-        remedies += as_overrides(_untried(config, least.grid, self.options))
-        *others, last = remedies
-        remedy = f"{', '.join(others)} or {last}" if others else last
-        settings = " ".join(as_overrides(self.options))
-        raise ConfigError(
-            f"cluster.memory_gib={total_gib(cluster):.4g}: on {devices} device(s), a step needs {least} of each "
-            f"(grid {least.grid}{f' with {settings}' if settings else ''}), and {usable_gib(cluster):.4g} may be used "
-            f"(cluster.margin={cluster.margin:g}); use {remedy}"
-        )
-
-
-def _untried(config: Config, sizes: GridSizes, options: dict[str, Any]) -> dict[str, Any]:
-    """Return settings that save memory on a grid and that the search has not tried."""
-    smallest = levels(config, [key for key in KEYS if key not in options])[-1]
-    found = {key: value for key, value in smallest.options.items() if value_of(config, key) != value}
-    if sizes.data == 1:
-        found.pop("optim.shard_states", None)
-    if config.train.micro_batch_size not in (None, 1):
-        found["train.micro_batch_size"] = 1
-    return found
+_NUM_PIPELINES = 8  # number of pipelines that are searched, if they may be faster than every single stage
+_NUM_IMPROVED = 3  # number of fastest plans of each kind (gather, all-reduce, convert, pipeline) that are improved
+_SCHEDULES = ("1f1b", "eager_1f1b_w", "zb_h1")  # candidates in addition to the default
+_OTHER_GRIDS = 4  # number of candidate grids for the first and for the last stage
 
 
 def rank(config: Config, devices: int, top: int | None = None, cost: str = "ours", keys: Sequence[str] = ()) -> Ranking:
@@ -113,218 +51,184 @@ def rank(config: Config, devices: int, top: int | None = None, cost: str = "ours
     Raises ConfigError if the cluster has fewer devices.
     """
     check_machine(config.cluster, devices)
-    config = replace(config, cluster=for_devices(config.cluster, devices))
-    choices = levels(config, keys)
-    ranking = _rank_grids(choices, devices, top, cost) if may_have_one_stage(config) else Ranking()
-    ranking.options = dict(choices[-1].options)
-    if cost == "ours" and may_have_stages(config):
-        found = pipelines.rank(choices, devices, [plan.step_time_s for plan in ranking.plans], top)
-        ranking.pruned += found.pruned
-        ranking.problem = ranking.problem or found.problem
-        ranking.fitting += len(found.plans)
-        ranking.too_large |= found.too_large
-        ranking.exact |= found.exact
-        ranking.plans = sorted(ranking.plans + found.plans, key=lambda plan: plan.step_time_s)[:top]
-    ranking.plans = [_with_explicit_cache(plan, config) for plan in ranking.plans]
+    search = Search(levels(config, keys), devices)
+    ranking = search.ranking
+    ranking.plans = _by_time(search, top) if cost == "ours" else _by_communication(search, top, cost == "aware")
+    ranking.plans = [_with_explicit_cache(plan, search.config) for plan in ranking.plans[:top]]
     return ranking
 
 
-def _with_explicit_cache(plan: Plan, config: Config) -> Plan:
-    """Return the plan with an explicit ``parallel.cache_layers=0`` if a run on its grids resolves the key itself."""
-    kept = config.parallel.cache_layers is not None or "cache_layers" in plan.choice
-    if kept or not all(converts_weights(config, sizes) for sizes in plan.stages or (plan.sizes,)):
-        return plan
-    return replace(plan, choice={**plan.choice, "cache_layers": 0})
+def _by_time(search: Search, top: int | None) -> list[Plan]:
+    """Return the best ``top`` plans, fastest step first. The seconds of single stages limit the search of pipelines."""
+    busy = {candidate: _busy_s(search, candidate) for candidate in search.candidates()}
+    order = sorted(busy, key=busy.__getitem__)
+    grids = _steps_of_grids(search, [one for one in order if len(one.stages) == 1], busy, top)
+    plans = _improved_grids(search, [_fastest_plan(steps) for steps in grids], top)
+    pipelines = {one: busy[one] for one in order if len(one.stages) > 1}
+    plans += _improved_pipelines(search, pipelines, [plan.step_time_s for plan in plans], top)
+    plans = sorted(plans, key=lambda plan: plan.step_time_s)[:top]
+    return sorted((with_fewer_options(search, plan) for plan in plans), key=lambda plan: plan.step_time_s)
 
 
-def _rank_grids(choices: list[Level], devices: int, top: int | None, cost: str) -> Ranking:
-    """Rank the grids on which one stage has the full model."""
-    ranking = Ranking()
-    config, description = choices[0].config, choices[0].description
-    memory = usable_gib(config.cluster)
-    possible: list[GridSizes] = []
-    contexts = {sizes: possible_contexts(choices[-1].config, description.rules, sizes) for sizes in grids(devices)}
-    for sizes, found in contexts.items():
-        if not found:
-            ranking.impossible += 1
-            ranking.problem = ranking.problem or grid_problem(description.rules, config.train, config.parallel, sizes)
-        elif (bound := estimate_of(choices[-1].sharing(found[0]), sizes).bound_gib()) > memory:
-            ranking.too_large[sizes] = bound
-            ranking.exact[sizes] = partial(least_gib, choices[-1].sharing(found[-1]), sizes)
-        else:
-            possible.append(sizes)
-    busy: dict[GridSizes, float] = {}
-    if cost == "ours":
-        busy = {sizes: paper_models.busy_s(config, description, sizes) for sizes in possible}
-        possible.sort(key=busy.__getitem__)
-    quick: dict[GridSizes, float] = {}
-    candidates: dict[GridSizes, list[tuple[Estimate, int]]] = {}
-    for sizes in possible:
-        if cost == "ours" and top is not None and len(quick) >= top + _FURTHER:
-            slowest = sorted(quick.values())[top + _FURTHER - 1]
-            if (
-                _LEAST_BUSY * busy[sizes] >= slowest
-                or _bound_s(choices[0].sharing(contexts[sizes][0]), sizes) >= slowest
-            ):
-                ranking.pruned += 1
+def _steps_of_grids(
+    search: Search, candidates: list[Candidate], busy: dict[Candidate, float], top: int | None
+) -> list[list[PipelineEstimate]]:
+    """Return the steps of the fastest grids of a single stage, by their quick estimates, each in its faster order."""
+    enough = None if top is None else top + _FURTHER
+    found: list[tuple[float, list[PipelineEstimate]]] = []
+    for candidate in candidates:
+        if enough and len(found) >= enough:
+            slowest_s = sorted(seconds for seconds, _ in found)[enough - 1]
+            if _LEAST_BUSY * busy[candidate] >= slowest_s or _least_s(search, candidate) >= slowest_s:
+                search.ranking.pruned += 1
                 continue
-        fastest, needed = _fastest_contexts(choices, sizes, cost, contexts[sizes])
-        if not fastest:
-            ranking.too_large[sizes] = needed
-            continue
-        candidates[sizes] = fastest
-        if cost == "ours":
-            candidates[sizes] = [(_faster_order(estimate, size), size) for estimate, size in fastest]
-            quick[sizes] = min(estimate.quick_s(micro_batch) for estimate, micro_batch in candidates[sizes])
-        else:
-            quick[sizes] = sum(paper_models.communication(config, description, sizes, cost == "aware").values())
-    ranking.fitting = len(candidates)
-    order = sorted(candidates, key=quick.__getitem__)
-    estimated = [candidates[sizes] for sizes in order[: top and (top + _FURTHER if cost == "ours" else top)]]
-    ranking.plans = [
-        min((estimate.plan(micro_batch) for estimate, micro_batch in found), key=lambda plan: plan.step_time_s)
-        for found in estimated
+        if steps := [_faster_order(search, step) for step in search.steps(candidate)]:
+            found.append((min(step.quick_s for step in steps), steps))
+    search.ranking.fitting += len(found)
+    return [steps for _, steps in sorted(found, key=lambda one: one[0])[:enough]]
+
+
+def _improved_pipelines(
+    search: Search, candidates: dict[Candidate, float], single_s: list[float], top: int | None
+) -> list[Plan]:
+    """Return the pipelines that may be among the best, improved if they may be the fastest, fastest step first.
+
+    ``candidates``: their seconds by ``_busy_s``, ascending; ``single_s``: the seconds of the plans without stages.
+    """
+    plans: list[Plan] = []
+    fastest_s = min(single_s, default=math.inf)
+    limit_s = sorted(single_s)[top - 1] if top and len(single_s) >= top else math.inf
+    for number, (candidate, busy_s) in enumerate(candidates.items()):
+        enough = _NUM_PIPELINES if busy_s < fastest_s or top is None else _NUM_IMPROVED
+        if len(plans) >= enough or busy_s >= limit_s:
+            search.ranking.pruned += len(candidates) - number
+            break
+        if steps := search.steps(candidate):
+            plans.append(_fastest_plan(steps))
+    search.ranking.fitting += len(plans)
+    plans.sort(key=lambda plan: plan.step_time_s)
+    grids = [candidate.stages[0] for candidate in candidates]
+    for place, plan in enumerate(plans[:_NUM_IMPROVED]):
+        if top is None or plan.step_time_s - plan.idle_s < fastest_s:
+            plans[place] = _with_other_stages(search, plan, grids, place == 0)
+    return plans
+
+
+def _by_communication(search: Search, top: int | None, aware: bool) -> list[Plan]:
+    """Return the plans of single stages in the order of the 4D paper's model of communication."""
+    found = []
+    for candidate in search.candidates(pipelines=False):
+        if steps := search.steps(candidate):
+            description, sizes = search.choices[0].description, candidate.stages[0]
+            times = paper_models.communication(search.config, description, sizes, aware)
+            found.append((sum(times.values()), steps))
+    search.ranking.fitting = len(found)
+    return [
+        replace(with_fewer_options(search, _fastest_plan(steps)), published_s=published_s)
+        for published_s, steps in sorted(found, key=lambda one: one[0])[:top]
     ]
-    if cost == "ours":
-        ranking.plans.sort(key=lambda plan: plan.step_time_s)
-        split = (
-            lambda sizes: sizes.z > 1,
-            lambda sizes: sizes.x * sizes.y > 1,
-            lambda sizes: sizes.data == sizes.devices and converts_weights(config, sizes),
-            lambda sizes: sizes.data > 1 and "optim.shard_states" in choices[-1].options,
-        )
-        places = [[n for n, plan in enumerate(ranking.plans) if test(plan.sizes)][:_NUM_IMPROVED] for test in split]
-        fastest_s = ranking.plans[0].step_time_s if ranking.plans else 0.0
-        for place in set().union(*places):
-            plan = ranking.plans[place]
-            if top is None or plan.step_time_s - plan.exposed_s < fastest_s or RECOMPUTATION in plan.options:
-                ranking.plans[place] = _improve(plan, choices)
-        ranking.plans.sort(key=lambda plan: plan.step_time_s)
-    else:
-        ranking.plans = [replace(plan, published_s=quick[plan.sizes]) for plan in ranking.plans]
-    ranking.plans = [with_fewer_options(plan, choices) for plan in ranking.plans[:top]]
-    ranking.plans.sort(key=lambda plan: plan.step_time_s if plan.published_s is None else plan.published_s)
-    return ranking
 
 
-def _bound_s(level: Level, sizes: GridSizes) -> float:
-    """Return the seconds of a step on a grid with the largest microbatch, whether it fits or not."""
-    largest = micro_batch_sizes(level.config, sizes)[0]
-    return _faster_order(estimate_of(level, sizes), largest).quick_s(largest)
+def _fastest_plan(steps: Sequence[PipelineEstimate]) -> Plan:
+    return min((step.plan() for step in steps), key=lambda plan: plan.step_time_s)
 
 
-def _fastest_contexts(
-    choices: list[Level], sizes: GridSizes, cost: str, contexts: list[int]
-) -> tuple[list[tuple[Estimate, int]], float]:
-    """Return ``_fastest_levels`` for the fewest ranks that share samples with which a step fits.
-
-    If none fits, return an empty list and the minimum memory in GiB. ``contexts``: possible numbers, ascending.
-    """
-    memory = usable_gib(choices[0].config.cluster)
-    for context in contexts:
-        if fastest := _fastest_levels([level.sharing(context) for level in choices], sizes, cost):
-            return fastest, 0.0
-        if context == contexts[0] and (needed := least_gib(choices[-1].sharing(contexts[-1]), sizes)) > memory:
-            break
-    return [], needed
+def _busy_s(search: Search, candidate: Candidate) -> float:
+    """Return the seconds of a step for computation, sums of outputs without overlap, and idle time."""
+    stages, level = candidate.stages, search.choices[-1].choosing(context=candidate.contexts[0])
+    idle = (len(stages) - 1) / microbatch_numbers(level, stages)[-1]
+    busy_s = paper_models.busy_s(search.config, search.choices[0].description, stages[0])
+    return (1 + idle) * busy_s / len(stages)
 
 
-def _fastest_levels(choices: list[Level], sizes: GridSizes, cost: str) -> list[tuple[Estimate, int]]:
-    """Return estimates that may be fastest on a grid, each with its largest microbatch, fewest options first.
-
-    Options are useful because they allow a larger microbatch. So a level is skipped if it cannot be faster with the
-    largest microbatch, or if its computation alone takes longer than the fastest step. The list is empty if no level
-    fits.
-    """
-    fewest: tuple[Estimate, int] | None = None
-    best: tuple[Estimate, int] | None = None
-    plain: Estimate | None = None
-    largest = micro_batch_sizes(choices[0].config, sizes)[0]
-    for choice in choices:
-        if best and plain:
-            limit_s = (1 - _LEAST_GAIN) * best[0].quick_s(best[1])
-            if plain.quick_s(largest) >= limit_s:
-                break
-            if compute_s(choice.config, choice.description, sizes.devices) >= limit_s:
-                continue
-        smaller = best[1] if best else 0
-        if cost == "ours":
-            estimate, micro_batch = with_larger_micro_batch(choice, sizes, smaller)
-        else:
-            estimate = estimate_of(choice, sizes)
-            micro_batch, _ = largest_micro_batch(estimate, smaller)
-        plain = plain or estimate
-        if micro_batch is None:
-            continue
-        fewest = fewest or (estimate, micro_batch)
-        if best is None or estimate.quick_s(micro_batch) < best[0].quick_s(best[1]):
-            best = estimate, micro_batch
-        if micro_batch == largest:
-            break
-    return [found for found in dict.fromkeys((fewest, best)) if found]
+def _least_s(search: Search, candidate: Candidate) -> float:
+    """Return the seconds of a step of a single stage with the fewest microbatches, whether it fits or not."""
+    level = search.choices[0].choosing(context=candidate.contexts[0])
+    step = level.step(candidate.stages, microbatch_numbers(level, candidate.stages)[0])
+    return _faster_order(search, step).quick_s
 
 
-def with_fewer_options(plan: Plan, choices: list[Level]) -> Plan:
-    """Return the plan without options that it needs neither for its microbatch nor for speed."""
+def _faster_order(search: Search, step: PipelineEstimate) -> PipelineEstimate:
+    """Return the step of a single stage in the faster order of ranks. If both are equally fast, it is xy."""
+    (stage,) = step.stages
+    if step.config.parallel.rank_order is None and stage.sizes.x > 1 and stage.sizes.y > 1:
+        other = search.level_of(step.known).choosing(rank_order="yx").step((stage.sizes,), step.microbatches)
+        return min(step, other, key=lambda step: step.quick_s)
+    return step
+
+
+# ----------------------------------------------------------------------------------------------------- improvements
+
+
+def _improved_grids(search: Search, plans: list[Plan], top: int | None) -> list[Plan]:
+    """Return the plans without stages, improved where that may change the best ``top``, fastest step first."""
+    plans = sorted(plans, key=lambda plan: plan.step_time_s)
+    kinds = (
+        lambda sizes: sizes.z > 1,
+        lambda sizes: sizes.x * sizes.y > 1,
+        lambda sizes: sizes.data == sizes.devices and converts_weights(search.config, sizes),
+        lambda sizes: sizes.data > 1 and "optim.shard_states" in search.choices[-1].options,
+    )
+    places = [[n for n, plan in enumerate(plans) if kind(plan.sizes)][:_NUM_IMPROVED] for kind in kinds]
+    fastest_s = min((plan.step_time_s for plan in plans), default=0.0)
+    for place in set().union(*places):
+        plan = plans[place]
+        if top is None or plan.step_time_s - plan.exposed_s < fastest_s or RECOMPUTATION in plan.options:
+            plans[place] = _with_settings(search, plan)
+    return sorted(plans, key=lambda plan: plan.step_time_s)
+
+
+def with_fewer_options(search: Search, plan: Plan) -> Plan:
+    """Return the plan without options that it needs neither for its microbatches nor for speed."""
+    pipeline = plan.pipeline
     for key in plan.options:
-        estimate = estimate_of(choices[0].with_options(plan.options).without(key), plan.sizes, plan.choice)
-        if estimate.memory_gib(plan.micro_batch) <= usable_gib(estimate.config.cluster):
-            other = estimate.plan(plan.micro_batch)
-            if other.step_time_s <= plan.step_time_s * (1 + _LEAST_GAIN / 10):
-                plan = other
+        level = search.level_of(plan).without(key)
+        if pipeline and pipeline.microbatches:
+            step = level.step(plan.stages, pipeline.microbatches, pipeline.schedule, pipeline.chunks_per_stage)
+        else:
+            step = level.step((plan.sizes,), plan.share // plan.micro_batch)
+        if search.fits(step) and step.plan().step_time_s <= plan.step_time_s * (1 + LEAST_GAIN / 10):
+            plan = step.plan()
     return plan
 
 
-def _faster_order(estimate: Estimate, micro_batch: int) -> Estimate:
-    """Return the estimate for the faster order of ranks. If both are equally fast, it is xy."""
-    config, sizes = estimate.config, estimate.sizes
-    if config.parallel.rank_order is None and sizes.x > 1 and sizes.y > 1:
-        choice = {**estimate.choice, "rank_order": "yx"}
-        other = Estimate(config, sizes, estimate.description, choice, estimate.options)
-        return min(estimate, other, key=lambda estimate: estimate.quick_s(micro_batch))
-    return estimate
-
-
-def _improve(plan: Plan, choices: list[Level]) -> Plan:
-    """Return the plan with settings, tried sequentially, that make its step faster and still fit."""
+def _with_settings(search: Search, plan: Plan) -> Plan:
+    """Return the plan of a single stage with settings, tried sequentially, that make its step faster and still fit."""
     if plan.micro_batch == 1 and RECOMPUTATION in plan.options:
-        plan = _with_shorter_parts(plan, choices)
-    if plan.sizes.data > 1 and "optim.shard_states" in choices[-1].options and "optim.shard_states" not in plan.options:
-        options = {"optim.shard_states": True, **plan.options}
-        plan = _fastest(plan, [estimate_of(choices[0].with_options(options), plan.sizes, plan.choice)])
-    level = choices[0].with_options(plan.options).sharing(plan.context)
+        plan = _with_shorter_parts(search, plan)
+    shards = "optim.shard_states"
+    if plan.sizes.data > 1 and shards in search.choices[-1].options and shards not in plan.options:
+        options = {shards: True, **plan.options}
+        plan = _fastest(plan, [search.choices[0].with_options(options).choosing(**plan.choice)])
+    level = search.level_of(plan)
     for alternatives in _settings(plan, level.config, len(level.description.blocks)):
-        plan = _fastest(plan, [estimate_of(level, plan.sizes, {**plan.choice, **new}) for new in alternatives])
+        plan = _fastest(plan, [search.level_of(plan).choosing(**new) for new in alternatives])
     return plan
 
 
-def _with_shorter_parts(plan: Plan, choices: list[Level]) -> Plan:
+def _with_shorter_parts(search: Search, plan: Plan) -> Plan:
     """Return the plan with more ranks that share samples, if that saves recomputation and makes the step faster."""
-    contexts = possible_contexts(choices[-1].config, choices[-1].description.rules, plan.sizes)
-    found: list[tuple[Estimate, int]] = []
-    for context in contexts:
+    smallest, found = search.choices[-1], list[PipelineEstimate]()
+    for context in possible_contexts(smallest.config, smallest.description.rules, plan.sizes):
         if context > plan.context:
-            fastest = _fastest_levels([level.sharing(context) for level in choices], plan.sizes, "ours")
+            fastest = search.fastest((plan.sizes,), context)
             found += fastest
-            if any(RECOMPUTATION not in estimate.options for estimate, _ in fastest):
+            if any(RECOMPUTATION not in step.known.options for step in fastest):
                 break
     if not found:
         return plan
-    estimate, micro_batch = min(found, key=lambda one: one[0].quick_s(one[1]))
-    other = _faster_order(estimate, micro_batch).plan(micro_batch)
-    return other if other.step_time_s < (1 - _LEAST_GAIN) * plan.step_time_s else plan
+    other = _faster_order(search, min(found, key=lambda step: step.quick_s)).plan()
+    return other if other.step_time_s < (1 - LEAST_GAIN) * plan.step_time_s else plan
 
 
-def _fastest(plan: Plan, estimates: list[Estimate]) -> Plan:
-    """Return the fastest plan among ``estimates`` that fits and gains enough over ``plan``; otherwise ``plan``."""
+def _fastest(plan: Plan, levels: Sequence[Level]) -> Plan:
+    """Return the fastest plan on the same grid with one of ``levels``, if it gains enough; otherwise ``plan``."""
     best = plan
-    for estimate in estimates:
-        micro_batch = largest_micro_batch(estimate)[0]
-        if micro_batch is None:
-            continue
-        other = estimate.plan(micro_batch)
-        if other.step_time_s < min(best.step_time_s, (1 - _LEAST_GAIN) * plan.step_time_s):
-            best = other
+    for level in levels:
+        if step := fewest_microbatches(level, (plan.sizes,)):
+            other = step.plan()
+            if other.step_time_s < min(best.step_time_s, (1 - LEAST_GAIN) * plan.step_time_s):
+                best = other
     return best
 
 
@@ -359,6 +263,65 @@ def _may_use_ring(config: Config) -> bool:
     return True
 
 
+def _with_other_stages(search: Search, plan: Plan, grids: Sequence[GridSizes], further: bool) -> Plan:
+    """Return the pipeline with changes that make it faster and still fit.
+
+    The candidates are other numbers of microbatches, other schedules, and other grids of the first and last stage.
+    ``further``: also try more options, which may free the memory for a faster schedule.
+    """
+    options = [level.options for level in search.choices]
+    first = options.index(plan.options)
+    for added in options[first:] if further else options[first : first + 1]:
+        level = search.choices[0].with_options(added).choosing(**plan.choice)
+        if compute_s(level.config, level.description, search.devices) < plan.step_time_s:
+            plan = _with_other_number(search, level, plan)
+            for alternatives in (_other_schedules(level, plan), _other_grids(level, plan, grids)):
+                if faster := search.faster(alternatives, (1 - LEAST_GAIN) * plan.step_time_s):
+                    plan = faster.plan()
+    return plan
+
+
+def _with_other_number(search: Search, level: Level, plan: Plan) -> Plan:
+    """Return the plan with more or fewer microbatches, as long as each next possible number is faster."""
+    assert plan.pipeline and plan.pipeline.microbatches
+    config = with_stages(level.config, len(plan.stages))
+    if config.parallel.pipeline.microbatches is not None:
+        return plan
+    given, most = plan.pipeline.microbatches, MICROBATCHES[-1] * len(plan.stages)
+    possible = possible_microbatches(config.train, config.parallel, plan.stages)
+    best, limit_s = None, (1 - LEAST_GAIN) * plan.step_time_s
+    for numbers in ([n for n in possible[::-1] if n < given], [n for n in possible if given < n <= most]):
+        for number in numbers:
+            faster = search.faster([level.step(plan.stages, number)], limit_s)
+            if not faster:
+                break
+            best, limit_s = faster, faster.quick_s
+    return best.plan() if best else plan
+
+
+def _other_schedules(level: Level, plan: Plan) -> Iterator[PipelineEstimate]:
+    assert plan.pipeline and plan.pipeline.microbatches
+    microbatches, stages = plan.pipeline.microbatches, len(plan.stages)
+    if level.config.parallel.pipeline.schedule is not None:
+        return
+    for schedule in _SCHEDULES:
+        yield level.step(plan.stages, microbatches, schedule)
+    if microbatches % stages == 0 and 2 * stages <= len(level.description.blocks):
+        yield level.step(plan.stages, microbatches, "interleaved_1f1b", chunks=2)
+
+
+def _other_grids(level: Level, plan: Plan, grids: Sequence[GridSizes]) -> Iterator[PipelineEstimate]:
+    assert plan.pipeline and plan.pipeline.microbatches
+    parallel, microbatches = with_stages(level.config, len(plan.stages)).parallel, plan.pipeline.microbatches
+    alike = [sizes for sizes in dict.fromkeys(grids) if sizes.devices == plan.sizes.devices and sizes != plan.sizes]
+    for sizes in alike[:_OTHER_GRIDS]:
+        if plan.context > 1 and sizes.batch_shards != plan.sizes.batch_shards:
+            continue  # the ranks that share samples are the same in all stages
+        for changed in ((sizes, *plan.stages[1:]), (*plan.stages[:-1], sizes)):
+            if microbatches in possible_microbatches(level.config.train, parallel, changed):
+                yield level.step(changed, microbatches, plan.pipeline.schedule, plan.pipeline.chunks_per_stage)
+
+
 def converts_weights(config: Config, sizes: GridSizes) -> bool:
     """Return whether master weights are converted to the compute dtype without a gather, so that caching them pays."""
     return sizes.z == 1 and compute_bytes(config) < MASTER_BYTES and config.model.lora is None
@@ -371,3 +334,11 @@ def check_open(parallel: ParallelConfig, remedy: str = "leave it out") -> None:
             raise ConfigError(f"parallel.{key}={getattr(parallel, key)}: the planner chooses the grid; {remedy}")
     if (grids := parallel.pipeline.stage_grids) is not None:
         raise ConfigError(f"parallel.pipeline.stage_grids={grids}: the planner chooses the grids; {remedy}")
+
+
+def _with_explicit_cache(plan: Plan, config: Config) -> Plan:
+    """Return the plan with an explicit ``parallel.cache_layers=0`` if a run on its grids resolves the key itself."""
+    kept = config.parallel.cache_layers is not None or "cache_layers" in plan.choice
+    if kept or not all(converts_weights(config, sizes) for sizes in plan.stages or (plan.sizes,)):
+        return plan
+    return replace(plan, choice={**plan.choice, "cache_layers": 0})

@@ -1,9 +1,9 @@
 """Time and memory of a step on pipeline stages, from an estimate of each stage and a simulation of the schedule."""
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -61,15 +61,34 @@ def _cut_blocks(cuts: Any, count: int, blocks: int) -> list[int]:
     return numbers
 
 
+@dataclass
+class Known:
+    """What the estimates of one configuration share.
+
+    Attributes:
+        options: settings outside ``parallel`` that the planner has added, by key.
+        choice: settings of ``parallel`` that the planner has added.
+        parts: parts of the model on each stage, by the numbers of stages and chunks.
+        stages: estimates of stages, by grid and layers.
+        alike: GiB of activations, by microbatch, of stages that differ in z and data only.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    choice: Mapping[str, Any] = field(default_factory=dict)
+    parts: dict[tuple[int, int], list[tuple[tuple[int, int], ...]]] = field(default_factory=dict)
+    stages: dict[tuple, Estimate] = field(default_factory=dict)
+    alike: defaultdict[tuple, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
+
+
 class PipelineEstimate:
-    """Cost of a step of one configuration on pipeline stages.
+    """Cost of a step of one configuration on pipeline stages, or on a single stage.
 
     Args:
         config: the settings; ``parallel.pipeline`` must be complete.
         description: the full model.
         stages: grid and parts of each stage.
         microbatches: number of microbatches of the global batch.
-        known: estimates of stages to share among the pipelines of one configuration.
+        known: what all estimates of this configuration share.
     """
 
     def __init__(
@@ -78,12 +97,12 @@ class PipelineEstimate:
         description: Description,
         stages: Sequence[StagePlan],
         microbatches: int,
-        known: dict | None = None,
+        known: Known | None = None,
     ):
         # A single stage has no pipeline setting, and the pipeline determines its microbatches.
         self.config = replace(config, train=replace(config.train, micro_batch_size=None))
         self.description, self.stages, self.microbatches = description, stages, microbatches
-        self._known = {} if known is None else known
+        self.known = known or Known()
 
     @classmethod
     def of(cls, plan: ParallelPlan, config: Config | None = None) -> "PipelineEstimate":
@@ -96,9 +115,12 @@ class PipelineEstimate:
         whole = self.description.replicated
         layers = tuple((unit.kind, unit.part.begins, unit.part.ends, unit.name in whole) for unit in units)
         key = stage.sizes, layers, splits_backwards(self.config), self.devices
-        if key not in self._known:
-            self._known[key] = Estimate(self.config, stage.sizes, self.description.stage(parts), world=self.devices)
-        return self._known[key]
+        if key not in self.known.stages:
+            part = self.description.stage(parts) if len(self.stages) > 1 else self.description
+            x, y, z, _ = stage.sizes
+            alike = self.known.alike[x, y, z if part.routers else z > 1, *key[1:3]]
+            self.known.stages[key] = Estimate(self.config, stage.sizes, part, self.devices, alike)
+        return self.known.stages[key]
 
     def micro_batch(self, stage: StagePlan) -> int:
         """Return the microbatch of a device of a stage, in samples."""
@@ -163,13 +185,29 @@ class PipelineEstimate:
     @cached_property
     def step_time_s(self) -> float:
         """Seconds of a step, from the first forward to the last update."""
+        if len(self.stages) == 1:
+            return self.of_stage(0).step_time_s
         ends = [spans[-1].stop + self._end_s(stage) for stage, spans in enumerate(self._timeline.stages)]
         return max(ends) + self._further_s
 
     @property
-    def backward_end_s(self) -> float:
-        """Seconds from the first forward to the end of the last backward."""
-        return self._timeline.seconds + self._further_s
+    def quick_s(self) -> float:
+        """Seconds of a step, approximate if there is a single stage, to select the steps that ``plan`` estimates."""
+        if len(self.stages) > 1:
+            return self.step_time_s
+        (stage,) = self.stages
+        return self.estimate(stage, stage.parts).quick_s(self.micro_batch(stage))
+
+    @property
+    def least_s(self) -> float:
+        """A lower bound of ``quick_s``: seconds from the first forward to the end of the last backward."""
+        return self._timeline.seconds + self._further_s if len(self.stages) > 1 else self.quick_s
+
+    @property
+    def predicted_gib(self) -> float:
+        """Memory of a device of a single stage as a similar grid predicts it; infinity if none is known."""
+        (stage,) = self.stages
+        return self.estimate(stage, stage.parts).predicted_gib(self.micro_batch(stage))
 
     @cached_property
     def _further_s(self) -> float:
@@ -199,7 +237,7 @@ class PipelineEstimate:
     def memory_gib(self) -> list[float]:
         """The peak of each stage in a step."""
         timeline, count, result = self._timeline, len(self.stages), []
-        for stage, alone in zip(self.stages, self._alone_gib, strict=True):
+        for stage in self.stages:
             own = self._microbatches[stage.index :: count]
             received = {
                 edge: sum(self._local_bytes(name, stage.sizes) for name in names)
@@ -210,14 +248,12 @@ class PipelineEstimate:
             delayed = sum(cost.delayed_bytes for cost in own) / len(own)
             others = peak_of_others((span.action for span in timeline.stages[stage.index]), kept, delayed)
             others -= (len(own) - 1) * kept  # exclude further model chunks of the same microbatch
-            result.append(alone + (waiting + max(0.0, others)) / GIB)
+            result.append(self._alone_gib(stage) + (waiting + max(0.0, others)) / GIB)
         return result
 
-    @cached_property
-    def _alone_gib(self) -> list[float]:
-        """The peak of each stage with one microbatch in flight, a lower bound of the peak in a step."""
-        without_links = (self.estimate(stage, stage.parts).memory_gib(self.micro_batch(stage)) for stage in self.stages)
-        return [gib + self._added_gib(stage) for stage, gib in zip(self.stages, without_links, strict=True)]
+    def _alone_gib(self, stage: StagePlan) -> float:
+        """Return the peak of a stage with one microbatch in flight, a lower bound of the peak in a step."""
+        return self.estimate(stage, stage.parts).memory_gib(self.micro_batch(stage)) + self._added_gib(stage)
 
     def _added_gib(self, stage: StagePlan) -> float:
         """Return the memory of links and graphs between a stage and further stages on a device of the stage."""
@@ -251,13 +287,26 @@ class PipelineEstimate:
     def needed_gib(self, limit: float) -> float:
         """Return the GiB of the fullest stage, or a lower bound if it already exceeds ``limit``.
 
-        The state of a stage and one microbatch in flight are much faster to estimate than a step.
+        Lower bounds are much faster to estimate than a step: the state of a stage, a similar stage, a stage with one
+        microbatch in flight, and the first stage with as many microbatches in flight as there are stages.
         """
-        state = max(self.estimate(stage, stage.parts).bound_gib() + self._added_gib(stage) for stage in self.stages)
-        if state > limit:
-            return state
-        alone = max(self._alone_gib)
-        return alone if alone > limit else max(self.memory_gib)
+        bounds = (
+            lambda stage: self.estimate(stage, stage.parts).bound_gib() + self._added_gib(stage),
+            lambda stage: self.estimate(stage, stage.parts).likely_gib(self.micro_batch(stage)),
+            self._alone_gib,
+        )
+        for bound in bounds:
+            needed = 0.0
+            for stage in self.stages:
+                needed = max(needed, bound(stage))
+                if needed > limit:
+                    return needed
+        if len(self.stages) == 1:
+            return needed
+        first, chunks = self.stages[0], len(self.stages[0].parts)
+        others = min(self.microbatches, len(self.stages)) - 1 if chunks == 1 else 0
+        filled = self._alone_gib(first) + others * self._microbatches[0].kept_bytes / GIB if others else 0.0
+        return filled if filled > limit else max(self.memory_gib)
 
     def _local_bytes(self, name: str, sizes: GridSizes) -> int:
         """Return the bytes of a tensor of one microbatch on a device of a grid."""
@@ -306,6 +355,10 @@ class PipelineEstimate:
 
     def plan(self) -> Plan:
         """Return the full estimate, with bytes and waits of the slowest stage and memory of the fullest stage."""
+        plan = self._piped() if len(self.stages) > 1 else self.of_stage(0)
+        return replace(plan, options=self.known.options, choice=self.known.choice)
+
+    def _piped(self) -> Plan:
         seconds, memory = self.step_time_s, self.memory_gib
         slowest = max(range(len(self.stages)), key=self._busy_s)
         fullest = max(range(len(memory)), key=memory.__getitem__)

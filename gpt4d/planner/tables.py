@@ -8,11 +8,11 @@ from typing import Any
 from gpt4d.config import ClusterConfig, Config
 from gpt4d.model import registry
 from gpt4d.planner.atp import MeshPlan
+from gpt4d.planner.candidates import Ranking
 from gpt4d.planner.device import AXES
 from gpt4d.planner.duration import batch_text, duration
 from gpt4d.planner.estimate import Plan
 from gpt4d.planner.launching import command
-from gpt4d.planner.search import Ranking
 from gpt4d.planner.topology import node_size, total_gib
 
 _COLORS = {

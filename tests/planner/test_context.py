@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from gpt4d.config import ClusterConfig, GridSizes, LevelConfig
-from gpt4d.planner import capacity, search, topology, workload
+from gpt4d.planner import candidates, search, topology, workload
 from gpt4d.planner.estimate import Estimate
 from gpt4d.validation import validate
 from tests.support.planner_runs import ask, ranked
@@ -55,7 +55,7 @@ def test_ranks_share_samples_if_a_step_does_not_fit_otherwise():
     assert plan.context > 1 and plan.memory_gib <= topology.usable_gib(config.cluster)
     fewer = replace(config, parallel=replace(config.parallel, context=plan.context // 2))
     assert Estimate(fewer, plan.sizes).memory_gib(1) > topology.usable_gib(config.cluster)
-    fewest = capacity.fewest_devices(config, 8)
+    fewest = candidates.fewest_devices(config, 8)
     assert fewest and ranked(fewest, *LONG).plans
 
 
@@ -96,7 +96,8 @@ def test_the_planner_chooses_the_faster_exchange():
     config = configured([*long, ONE_STAGE, "cluster.levels=[{group_gb_s: 0.5}]"])
     (best,) = search.rank(config, 4, top=1).plans
     assert best.choice["context_exchange"] == "ring"
-    gathered = Estimate(config, best.sizes, choice={**best.choice, "context_exchange": "all_gather"})
+    choice = {**best.choice, "context_exchange": "all_gather"}
+    gathered = Estimate(replace(config, parallel=replace(config.parallel, **choice)), best.sizes)
     assert gathered.plan(best.micro_batch).step_time_s > best.step_time_s
     fixed = replace(config, parallel=replace(config.parallel, context_exchange="all_gather"))
     assert all("context_exchange" not in plan.choice for plan in search.rank(fixed, 4, top=3).plans)

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from gpt4d.config import ClusterConfig, GridSizes, LevelConfig, MeasuredConfig
-from gpt4d.planner.capacity import largest_micro_batch
+from gpt4d.planner.candidates import fewest_microbatches
 from gpt4d.planner.device import Device, Links
 from gpt4d.planner.estimate import Estimate
+from gpt4d.planner.options import levels
 from gpt4d.planner.search import rank
 from gpt4d.planner.topology import ALL_TO_ALL, RankSpan, exchange_speed
 from gpt4d.planner.workload import grids
@@ -82,9 +83,8 @@ def test_the_search_splits_experts_over_z_where_that_is_fastest():
     config = configured([*words, "cluster.memory_gib=24", "parallel.pipeline.stages=1"])
     best, times = rank(config, 4).plans[0], {}
     for sizes in grids(4):
-        estimate = Estimate(config, sizes)
-        if micro_batch := largest_micro_batch(estimate)[0]:
-            times[sizes] = estimate.plan(micro_batch).step_time_s
+        if step := fewest_microbatches(levels(config)[0], (sizes,)):
+            times[sizes] = step.step_time_s
     assert GridSizes(1, 1, 1, 4) not in times, "all experts fit one device"
     assert best.sizes == min(times, key=times.__getitem__) == GridSizes(1, 1, 4, 1)
 

@@ -1,6 +1,7 @@
 """Recomputation, parts of the loss and sharded states: searched with the grid unless the user sets them."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from matplotlib.axes import Axes
 from gpt4d.config import ConfigError, GridSizes, grid_problem
 from gpt4d.model import registry
 from gpt4d.planner import launching, tables, topology, workload
-from gpt4d.planner.capacity import estimate_of, fewest_devices, least_gib
+from gpt4d.planner.candidates import Search, fewest_devices, microbatch_numbers
 from gpt4d.planner.estimate import Estimate
 from gpt4d.planner.options import KEYS, levels, open_keys, with_settings
 from gpt4d.planner.search import rank, with_fewer_options
@@ -41,7 +42,7 @@ def test_searched_options_make_a_step_faster_or_possible():
     whole = configured([*LLAMA, "model.layers=32"])
     assert fewest_devices(whole, 64, KEYS) < fewest_devices(whole, 64)
     chosen = configured([*LLAMA, *free.overrides])
-    repeated = estimate_of(levels(chosen)[0], free.sizes).plan(free.micro_batch)
+    repeated = Estimate(chosen, free.sizes).plan(free.micro_batch)
     assert repeated.step_time_s == pytest.approx(free.step_time_s)
     assert repeated.memory_gib == pytest.approx(free.memory_gib)
 
@@ -69,15 +70,17 @@ def test_the_levels_of_a_search_share_equal_descriptions_only():
     for level in choices:
         for choice in ({}, {"replicated_layers": 1}, {"replicated_layers": 2}):
             config = replace(level.config, parallel=replace(level.config.parallel, **choice))
-            assert content(level.describe(grid, choice)) == content(registry.describe_run(config, grid))
+            assert content(level.choosing(**choice).describe(grid)) == content(registry.describe_run(config, grid))
 
 
 def test_a_plan_without_its_options_is_estimated_with_the_same_unsharded_blocks():
-    choices, sizes, choice = levels(configured(SMALL), KEYS), GridSizes(1, 1, 4, 1), {"replicated_layers": 2}
-    plan = with_fewer_options(Estimate(choices[-1].config, sizes, None, choice, choices[-1].options).plan(4), choices)
-    assert plan.choice == choice and plan.options != choices[-1].options
-    chosen = with_settings(choices[0].config, plan.options)
-    assert plan.step_time_s == Estimate(chosen, sizes, None, choice).plan(4).step_time_s
+    config, sizes = configured(SMALL), GridSizes(1, 1, 4, 1)
+    search = Search(levels(config, KEYS), 4)
+    whole = search.choices[-1].choosing(replicated_layers=2)
+    plan = with_fewer_options(search, whole.step((sizes,), config.train.batch_size // 4 // 4).plan())
+    assert plan.choice == {"replicated_layers": 2} and plan.options != whole.options
+    chosen = with_settings(config, {**plan.options, "parallel.replicated_layers": 2})
+    assert plan.step_time_s == Estimate(chosen, sizes).plan(plan.micro_batch).step_time_s
 
 
 def test_a_plan_has_no_option_that_it_does_not_need():
@@ -91,12 +94,13 @@ def test_at_least_is_the_minimum_over_everything_that_is_searched(keys):
     ranking, needed = rank(config, 2, keys=keys), []
     assert not ranking.plans
     for level in levels(config, keys):
+        search = Search([level], 2)
         for sizes in workload.grids(2):
             if not grid_problem(level.description.rules, config.train, config.parallel, sizes):
-                estimate = estimate_of(level, sizes)
-                peaks = [estimate.memory_gib(size) for size in workload.micro_batch_sizes(level.config, sizes)]
-                assert estimate.bound_gib() <= least_gib(level, sizes) <= min(peaks) * (1 + 1e-12)
-                needed.append(least_gib(level, sizes))
+                steps = [level.step((sizes,), number) for number in microbatch_numbers(level, (sizes,))]
+                least, bound = search.least_gib((sizes,), 1, math.inf), search.least_gib((sizes,), 1, 0)
+                assert bound <= least <= min(step.needed_gib(math.inf) for step in steps) * (1 + 1e-12)
+                needed.append(least)
     least = ranking.least()
     assert least.exact and least.gib == min(needed)
     with pytest.raises(ConfigError, match=rf"a step needs at least {least.gib:.1f} GiB of each \(grid {least.grid}"):

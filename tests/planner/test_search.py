@@ -12,7 +12,7 @@ import pytest
 from gpt4d.config import ConfigError, GridSizes, LevelConfig, grid_problem
 from gpt4d.model import registry
 from gpt4d.planner import paper_models
-from gpt4d.planner.capacity import estimate_of, fewest_devices, largest_micro_batch
+from gpt4d.planner.candidates import fewest_devices, fewest_microbatches
 from gpt4d.planner.estimate import Estimate
 from gpt4d.planner.options import KEYS, levels
 from gpt4d.planner.search import rank
@@ -103,17 +103,18 @@ def test_activations_of_similar_grids_change_no_microbatch(words, devices, share
     for level in levels(config, KEYS):
         for sizes in grids(devices):
             if possible_contexts(level.config, level.description.rules, sizes):
-                alone = Estimate(level.config, sizes, level.describe([sizes]))
-                assert largest_micro_batch(estimate_of(level, sizes))[0] == largest_micro_batch(alone)[0], sizes
-                compared += bool(level.alike)
+                alone = fewest_microbatches(replace(level, known={}), (sizes,))
+                found = fewest_microbatches(level, (sizes,))
+                assert (found and found.microbatches) == (alone and alone.microbatches), sizes
+                compared += any(known.alike for known in level.known.values())
     assert compared > 20
 
 
 def test_grids_whose_memory_limits_the_microbatch_split_tokens():
     words = *PERLMUTTER, "model.layers=4", "train.batch_size=256", ONE_STAGE
     (plan,) = (plan for plan in ranked(8, *words).plans if plan.sizes == GridSizes(8))
-    whole, _ = largest_micro_batch(Estimate(configured([*words]), plan.sizes))
-    assert plan.choice["sequence_parallel"] and whole < plan.micro_batch
+    whole = fewest_microbatches(levels(configured([*words]))[0], (plan.sizes,))
+    assert plan.choice["sequence_parallel"] and whole.microbatches > plan.share // plan.micro_batch
 
 
 def test_nothing_fits_on_less_than_the_fewest_devices():
@@ -181,7 +182,7 @@ def test_the_planner_gathers_once_per_step_where_there_are_microbatches():
     words = [*SLOW_LINKS, "train.batch_size=64"]
     config = configured([*words, "train.micro_batch_size=2", "parallel.replicated_layers=1"])
     for plan in rank(config, 8, top=2).plans:
-        assert plan.sizes.z == 1 or plan.choice == {"cache_layers": "all", "cache_scope": "step"}
+        assert plan.sizes.z == 1 or plan.choice == {"cache_scope": "step"}
         assert validate(configured([*words, *plan.overrides]), 8).sizes == plan.sizes
 
 
