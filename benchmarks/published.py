@@ -4,20 +4,28 @@ A row states model, parallel sizes, batch and hardware (``published.json``). Its
 remaining settings. Rows that gpt4d has no counterpart for are not planned, with a reason.
 """
 
+import bisect
 import json
 import math
-from collections.abc import Iterator
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from benchmarks.machines import machine_of
 from gpt4d.config import Config, ConfigError, compose, divisors
+from gpt4d.config.machine import gpu_model
 from gpt4d.config.trainer_profiles import PROFILES, TrainerProfile
 from gpt4d.data.completion import complete
 from gpt4d.model import registry
 from gpt4d.planner.estimate import Plan
 from gpt4d.planner.fitting import fit
+from gpt4d.planner.published import LONGEST
 from gpt4d.planner.resolve import resolve
 from gpt4d.planner.search import rank
 from gpt4d.planner.topology import for_devices
@@ -25,6 +33,8 @@ from gpt4d.planner.topology import for_devices
 ROWS = str(Path(__file__).with_name("published.json"))
 _PRECISIONS = {"fp16": "bf16", "bf16": "bf16", "fp8": "fp8", "float8": "fp8", "mxfp8": "fp8"}
 _FAMILIES = {"gpt2": "gpt_20b", "gpt2 layers only": "gpt_20b", "llama": "llama3_8b", "qwen3_moe": "qwen3_moe_30b"}
+_DENSE = "gpt2", "llama"  # families whose published MFU is tabulated
+_BILLIONS = 0.1, 1, 4, 10, 50, 150, 1100  # borders between sizes of models, away from the usual 7, 8, 13, 30 and 70
 _CHECKPOINTING = {"full": "full", "selective per op": "selective"}
 _MICRO_BATCHES = 8, 4, 2, 1  # tried if a row does not state the size
 _LAYERS_ONLY_VOCABULARY = 256  # vocabulary of a row without embedding and head
@@ -104,7 +114,12 @@ def _plan(row: dict, config: Config) -> Plan:
 
 
 def _model(row: dict) -> list[str]:
-    model = row["model"]
+    family, sizes = _FAMILIES[row["model"]["family"]], _sizes(row["model"])
+    return [f"model={family}", *(f"model.{key}={value}" for key, value in sizes.items())]
+
+
+def _sizes(model: dict) -> dict[str, int]:
+    """Return the settings of a row's model."""
     keys = {
         "layers": model["layers"],
         "hidden": model["hidden"],
@@ -117,7 +132,7 @@ def _model(row: dict) -> list[str]:
         keys |= {"key_value_heads": model["kv_heads"], "head_size": head, "inner": model["ffn"]}
     if "experts" in model:
         keys |= {"experts": model["experts"], "experts_per_token": model["top_k"]}
-    return [f"model={_FAMILIES[model['family']]}", *(f"model.{key}={value}" for key, value in keys.items())]
+    return keys
 
 
 def _training(row: dict) -> list[str]:
@@ -191,3 +206,51 @@ def summary(row: dict, plan: Plan) -> dict[str, Any]:
         "idle_s": plan.idle_s,
         "memory_gib": plan.memory_gib + trainer.logit_bytes * logits / 2**30,
     }
+
+
+def mfu_table(rows: Iterable[dict]) -> list[dict]:
+    """Return the ranges of the published MFU that gpt4d/planner/published.py explains.
+
+    They are ordered by GPU and size, without those of fewer than three rows.
+    """
+    families = {name: compose([f"model={_FAMILIES[name]}"]).model for name in _DENSE}
+    found = defaultdict(list)
+    for row in rows:
+        word = re.search(r"\b[A-Z]+\d+X?\b", row["hardware"])
+        gpu = word and gpu_model(word[0])
+        batch, model = row["global_batch_sequences"], row["model"]
+        if not (gpu and gpu.peak_tflops and batch and row["step_s"] and row["precision"] in ("bf16", "fp16")):
+            continue
+        if model.get("family") not in families or model["seq"] > LONGEST:
+            continue
+        description = registry.describe(replace(families[model["family"]], **_sizes(model)))
+        flops = description.training_flops(batch, model["seq"])
+        mfu = flops / row["step_s"] / row["gpus"] / gpu.peak_tflops / 1e12
+        above = bisect.bisect(_BILLIONS, description.num_parameters / 1e9)
+        found[word[0], gpu.peak_tflops, above].append(mfu)
+    return [
+        {
+            "gpu": gpu,
+            "peak_tflops": peak,
+            "billions": [*_BILLIONS[above - 1 : above + 1]],
+            "mfu": [round(mfu, 3) for mfu in _middle(runs)],
+            "runs": len(runs),
+        }
+        for (gpu, peak, above), runs in sorted(found.items())
+        if len(runs) >= 3 and 0 < above < len(_BILLIONS)
+    ]
+
+
+def _middle(values: list[float]) -> tuple[float, float]:
+    """Return the lower and upper quartile; of fewer than five values the smallest and the largest one."""
+    if len(values) < 5:
+        return min(values), max(values)
+    lower, _, upper = statistics.quantiles(values, n=4, method="inclusive")
+    return lower, upper
+
+
+def mfu_text(rows: Iterable[dict]) -> str:
+    """Return ``mfu_table`` as YAML, one line per range."""
+    style = {"default_flow_style": True, "sort_keys": False, "width": math.inf}
+    lines = (f"- {yaml.safe_dump(entry, **style)}" for entry in mfu_table(rows))
+    return "# Written by python -m benchmarks published mfu=FILE\n" + "".join(lines)

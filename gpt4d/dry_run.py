@@ -24,6 +24,7 @@ from gpt4d.plan import ParallelPlan
 from gpt4d.planner import tables
 from gpt4d.planner.duration import batch_text, duration
 from gpt4d.planner.fitting import Fit, fit
+from gpt4d.planner.published import published_lines
 from gpt4d.planner.topology import usable_gib
 
 _FILES = ("text", "jsonl", "csv", "parquet", "arrow", "files", "chat", "pictures")  # sources that are globs of files
@@ -59,6 +60,7 @@ def report(plan: ParallelPlan, config: Config, origins: Mapping[str, str]) -> st
         ("memory", _memory(answer)),
         ("time", f"{tables.plan_line(step)}"),
         ("", str(duration(config, devices, step.step_time_s))),
+        *(("", line) for line in published_lines(step, config)),
         ("rates", tables.rates_text(config.cluster, devices)),
         ("disk", str(check_space(plan))),
     ]

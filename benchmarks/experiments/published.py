@@ -1,11 +1,12 @@
 """Planned steps of published runs of other trainers, next to the published steps.
 
-    python -m benchmarks published [rows=benchmarks/published.json] [out=benchmarks/results/published]
+    python -m benchmarks published [rows=benchmarks/published.json] [out=benchmarks/results/published] [mfu=FILE]
 
 Every row is planned with the profile of its trainer (gpt4d.config.trainer_profiles) on the profile of its machine
 (benchmarks.machines). Rates of machines were fitted on one half of the rows, and tested on the second half: the rows of
 each machine, ordered by a hash of their id, belong to the two halves alternately. All rows that
-benchmarks/published.json lacks belong to the test. Trains nothing and takes about a minute.
+benchmarks/published.json lacks belong to the test. Trains nothing and takes about a minute. mfu=FILE also writes the
+published MFU by GPU and size of the model, the planner's gpt4d/planner/published_mfu.yaml.
 """
 
 import hashlib
@@ -13,9 +14,10 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from benchmarks.published import ROWS, NotPlanned, planned, read_rows, summary
+from benchmarks.published import ROWS, NotPlanned, mfu_text, planned, read_rows, summary
 
 PACKAGES = ()
 FIT, TEST = "fit", "test"
@@ -27,6 +29,7 @@ _COLORS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "C8", "C9")
 class Settings:
     rows: str = ROWS
     out: str = "benchmarks/results/published"
+    mfu: str | None = None
 
 
 def halves(rows: Iterable[dict]) -> dict[str, str]:
@@ -136,6 +139,8 @@ def plot(settings: Settings, results: dict) -> Any:
 
 def run(settings: Settings) -> Iterator[dict]:
     published = read_rows(settings.rows)
+    if settings.mfu:
+        Path(settings.mfu).write_text(mfu_text(published), encoding="utf-8")
     half_of = halves(read_rows(ROWS))
     rows, unplanned = [], []
     for row in published:

@@ -65,6 +65,14 @@ def duration(config: Config, devices: int, step_time_s: float, price: float | No
     return Duration(steps, devices, total, train.batch_size * units, family.unit, step_time_s, price)
 
 
+def range_text(fast: Duration, slow: Duration) -> str:
+    """Return the hours and cost of a run between two durations, or its speed if the number of steps is unknown."""
+    if fast.hours is None or slow.hours is None:
+        return f"{_rounded(slow.units_per_s)} to {fast.speed}"
+    cost = "" if fast.cost is None or slow.cost is None else f" for {_rounded(fast.cost)} to {_rounded(slow.cost)}"
+    return f"{_hours(fast.hours)} to {_hours(slow.hours)}{cost}"
+
+
 def batch_text(config: Config) -> str:
     """Return a readable description of the batch, since the planner's answers depend on it."""
     train, unit = config.train, registry.of(config.model).unit

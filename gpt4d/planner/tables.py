@@ -13,6 +13,7 @@ from gpt4d.planner.device import AXES
 from gpt4d.planner.duration import batch_text, duration
 from gpt4d.planner.estimate import Plan
 from gpt4d.planner.launching import command
+from gpt4d.planner.published import comparable, published_lines
 from gpt4d.planner.topology import node_size, total_gib
 
 _COLORS = {
@@ -31,7 +32,8 @@ def as_json(
     """Return a JSON list, best first: overrides, times in s, bytes that a rank sends per step, memory in GiB.
 
     With ``config``, each entry has the model's numbers of parameters, the duration of the run and its command, to which
-    ``arguments`` belong. With ``price``, of an hour of a device, it has the cost of the run.
+    ``arguments`` belong. With ``price``, of an hour of a device, it has the cost of the run. ``published_mfu`` has
+    the lower and upper MFU of published runs, and ``published_hours`` the hours at each; None without such runs.
     """
     entries = [
         {
@@ -61,6 +63,7 @@ def as_json(
 
 def _run(plan: Plan, config: Config, arguments: Sequence[str], price: float | None) -> dict[str, Any]:
     run, description = duration(config, plan.devices, plan.step_time_s, price), registry.describe(config.model)
+    found = comparable(plan, config)
     return {
         "parameters": description.num_parameters,
         "active_parameters": description.active_parameters,
@@ -69,6 +72,8 @@ def _run(plan: Plan, config: Config, arguments: Sequence[str], price: float | No
         f"{run.unit}_per_s": run.units_per_s,
         "hours": run.hours,
         "device_hours": run.device_hours,
+        "published_mfu": found and found.mfu,
+        "published_hours": found and [duration(config, plan.devices, step_s).hours for step_s in found.step_s(plan)],
         "rates": config.cluster.rates,
         **({} if price is None else {"run_cost": run.cost}),
         "command": command(config, plan.devices, arguments, plan.overrides),
@@ -76,12 +81,16 @@ def _run(plan: Plan, config: Config, arguments: Sequence[str], price: float | No
 
 
 def runs(plans: list[Plan], config: Config, arguments: Sequence[str], price: float | None = None) -> str:
-    """Return two lines per plan: the duration of the run with its cost, and its command."""
-    return "\n".join(
-        f"{plan.grid}: {duration(config, plan.devices, plan.step_time_s, price)}\n"
-        f"  {command(config, plan.devices, arguments, plan.overrides)}"
-        for plan in plans
-    )
+    """Return two lines per plan: the duration of the run with its cost, and its command.
+
+    A line about published runs follows the first duration. It is true for all plans.
+    """
+    lines = []
+    for plan in plans:
+        lines.append(f"{plan.grid}: {duration(config, plan.devices, plan.step_time_s, price)}")
+        lines += [] if plan is not plans[0] else [f"  {line}" for line in published_lines(plan, config, price)]
+        lines.append(f"  {command(config, plan.devices, arguments, plan.overrides)}")
+    return "\n".join(lines)
 
 
 def rates_text(cluster: ClusterConfig, devices: int) -> str:

@@ -7,8 +7,9 @@ import pytest
 
 from benchmarks.experiments.published import FIT, Settings, errors, halves, plot, run
 from benchmarks.machines import machine_of
-from benchmarks.published import ROWS, planned, read_rows
+from benchmarks.published import ROWS, mfu_table, mfu_text, planned, read_rows
 from gpt4d.config import CONFIG_DIR, ConfigError, read_cluster
+from gpt4d.planner.published import TABLE
 
 PLANNED = "megatron_seqsel_175b_seqsel", "mosaic_7b_8_h100", "torchtitan_8b_8_cp2", "atp_M3_ic4", "nemo2511_8b_b200"
 
@@ -71,3 +72,20 @@ def test_machines_sustain_less_than_their_cluster_files_estimate():
     assert limited.matmul_tflops < full.matmul_tflops  # 500 of 700 W
     assert limited.memory_gb_s < full.memory_gb_s  # HBM2e
     assert machine_of(known["maxtext_llama2_70b_v5p"]) is None
+
+
+def test_the_planners_table_of_published_mfu_follows_from_the_rows():
+    assert TABLE.read_text(encoding="utf-8") == mfu_text(read_rows(ROWS))
+
+
+def test_tabulated_mfu_is_the_mfu_that_sources_state_and_mixtures_and_float8_are_left_out():
+    known = rows_by_id()
+    row = known["mosaic_1b_512_h100"]
+    (entry,) = mfu_table([row] * 3)
+    assert (entry["gpu"], entry["peak_tflops"], entry["billions"], entry["runs"]) == ("H100", 989, [1, 4], 3)
+    assert entry["mfu"] == pytest.approx([row["published"]["mfu"]] * 2, rel=0.01)
+    rows = [{**row, "step_s": row["step_s"] / speed} for speed in (1, 2, 3, 4, 5)]
+    assert mfu_table(rows)[0]["mfu"] == pytest.approx([2 * entry["mfu"][0], 4 * entry["mfu"][0]], rel=0.01)
+    mixture = {**known["nemo2511_qwen3_30b_h100_fp8"], "precision": "bf16"}
+    others = {**row, "precision": "fp8"}, mixture, known["atp_M4_ic4"]
+    assert mfu_table(2 * [row]) == [] and all(mfu_table(3 * [other]) == [] for other in others)

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 
 from gpt4d.config import ConfigError, GridSizes, grid_problem
 from gpt4d.model import registry
-from gpt4d.planner import launching, tables, topology, workload
+from gpt4d.planner import launching, published, tables, topology, workload
 from gpt4d.planner.candidates import Search, fewest_devices, microbatch_numbers
 from gpt4d.planner.estimate import Estimate
 from gpt4d.planner.options import KEYS, levels, open_keys, with_settings
@@ -122,6 +122,51 @@ def test_a_run_is_planned_in_hours_and_with_its_command():
     assert entry["device_hours"] == pytest.approx(8 * entry["hours"]) and entry["command"] == last
     assert entry["run_cost"] == pytest.approx(2.5 * entry["device_hours"])
     assert entry["tokens_per_s"] == pytest.approx(64 * 1024 / entry["step_time_s"])
+
+
+PUBLISHED = "model=gpt_125m", "cluster=dgx_a100", "train.batch_size=64", "train.steps=1000000", "grid=1x1x1x8"
+
+
+@pytest.fixture
+def published_quarter(monkeypatch, tmp_path):
+    """Let the published MFU of models of 0.1 to 1 billion parameters be 20 to 25 % of 312 TFLOP/s."""
+    table = tmp_path / "table.yaml"
+    table.write_text("[{gpu: A100, peak_tflops: 312, billions: [0.1, 1], mfu: [0.2, 0.25], runs: 7}]")
+    monkeypatch.setattr(published, "TABLE", table)
+    published._table.cache_clear()
+    yield
+    published._table.cache_clear()
+
+
+def test_a_planned_duration_and_its_cost_have_those_at_the_published_mfu_next_to_them(published_quarter):
+    # 72·s·l·h²·(1 + s/6h + V/12lh) FLOPs of a sequence (arXiv 2104.04473, Eq. 3, without recomputation).
+    flops = 72 * 1024 * 12 * 768**2 * (1 + 1024 / 6 / 768 + 50257 / 12 / 12 / 768)
+    slow, fast = (1e6 * 64 * flops / (8 * 312e12 * mfu) / 3600 for mfu in (0.2, 0.25))
+    (entry,) = json.loads(ask(*PUBLISHED, "format=json"))
+    assert entry["mfu"] > 0.25 and entry["published_mfu"] == [0.2, 0.25]
+    assert entry["published_hours"] == pytest.approx([slow, fast], rel=1e-3)
+    lines = ask(*PUBLISHED, "price=2.5").splitlines()
+    (line,) = [line for line in lines if "published" in line]
+    assert " take " in lines[lines.index(line) - 1] and line.endswith(
+        f"7 published runs of 0.1 to 1 billion parameters on A100 typically have 20 to 25% MFU, this plan "
+        f"{entry['mfu']:.0%}: {fast:.3g} h to {slow:.3g} h for {20 * fast:.3g} to {20 * slow:.3g}"
+    )
+
+
+MIXTURE = "model=moe_tiny model.hidden=1024 model.inner=4096 model.heads=16 model.head_size=64 train.batch_size=512"
+UNET = "model=unet_250m train.batch_size=512 cluster.memory_gib=800"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        "cluster=h100", "cluster.peak_tflops=null", "cluster.matmul_tflops=30", "model.layers=2", MIXTURE, UNET,
+        "lora.rank=8", "train.precision=fp32", "train.seq_len=8193 model.max_positions=8193",
+    ],
+)  # fmt: skip
+def test_other_gpus_models_precisions_and_slower_plans_have_no_published_runs(changed, published_quarter):
+    (entry,) = json.loads(ask(*PUBLISHED, "format=json", *changed.split()))
+    assert entry["published_mfu"] is entry["published_hours"] is None
 
 
 @pytest.mark.parametrize(
