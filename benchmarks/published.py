@@ -25,7 +25,7 @@ from gpt4d.data.completion import complete
 from gpt4d.model import registry
 from gpt4d.planner.estimate import Plan
 from gpt4d.planner.fitting import fit
-from gpt4d.planner.published import LONGEST
+from gpt4d.planner.published import FEWEST, LONGEST
 from gpt4d.planner.resolve import resolve
 from gpt4d.planner.search import rank
 from gpt4d.planner.topology import for_devices
@@ -221,7 +221,7 @@ def mfu_table(rows: Iterable[dict]) -> list[dict]:
         batch, model = row["global_batch_sequences"], row["model"]
         if not (gpu and gpu.peak_tflops and batch and row["step_s"] and row["precision"] in ("bf16", "fp16")):
             continue
-        if model.get("family") not in families or model["seq"] > LONGEST:
+        if model.get("family") not in families or model["seq"] > LONGEST or row["gpus"] < FEWEST:
             continue
         description = registry.describe(replace(families[model["family"]], **_sizes(model)))
         flops = description.training_flops(batch, model["seq"])

@@ -13,13 +13,13 @@ from tests.support.jobs import run_command
 
 DRY_RUN = (
     "text: 40 file(s)", "a tokenizer of up to", "on 8 device(s) of perlmutter", "of 40 GiB of a device",
-    "a step takes", "600 steps", "device-hours", "per checkpoint", "nothing was started",
+    "a step takes", "600 steps", "device-hours", "published runs", "per checkpoint", "nothing was started",
 )  # fmt: skip
 
 
 def test_a_dry_run_predicts_the_run_and_leaves_nothing_behind(ranks, corpus, tmp_path):
     words = ["data=text", f"data.path={corpus}", f"run.dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"]
-    more = ["cluster=perlmutter", "parallel.mode=auto", "run.world_size=8"]
+    more = ["cluster=perlmutter", "parallel.mode=auto", "run.world_size=8", "model=gpt_125m", "train.batch_size=64"]
     done = run_command(ranks.context, TRAIN, *words, *more, "--dry-run")
     assert done.returncode == 0, done.stderr
     for part in DRY_RUN:

@@ -16,6 +16,7 @@ from gpt4d.planner.duration import duration, range_text
 from gpt4d.planner.estimate import Plan
 
 TABLE = Path(__file__).with_name("published_mfu.yaml")
+FEWEST = 8  # GPUs of a published run: one GPU of a smaller run waits for fewer others
 LONGEST = 8192  # tokens of a sequence: MFU counts masked products of attention, so longer sequences have a higher MFU
 
 
@@ -45,7 +46,8 @@ def comparable(plan: Plan, config: Config) -> PublishedRuns | None:
     """
     model, train, peak = registry.describe(config.model), config.train, config.cluster.peak_tflops
     others = model.unused_parameters or config.lora.rank or registry.of(config.model).unit != "tokens"
-    if others or train.precision not in ("auto", "bf16") or train.seq_len > LONGEST:
+    similar = plan.devices >= FEWEST and train.seq_len <= LONGEST
+    if others or not similar or train.precision not in ("auto", "bf16"):
         return None
     for found in _table():
         low, high = found.billions

@@ -47,7 +47,8 @@ def test_a_file_of_rows_gives_planned_and_published_seconds_and_reasons(tmp_path
     unknown = known["maxtext_llama2_70b_v5p"]
     file = tmp_path / "rows.json"
     file.write_text(json.dumps({"rows": [known["mosaic_7b_8_h100"], known["atp_M2_ic3"], unknown]}))
-    (results,) = run(Settings(rows=str(file)))
+    (results,) = run(Settings(rows=str(file), mfu=str(tmp_path / "mfu.yaml")))
+    assert (tmp_path / "mfu.yaml").read_text() == mfu_text(read_rows(str(file)))
     assert [row["id"] for row in results["rows"]] == ["mosaic_7b_8_h100", "atp_M2_ic3"]
     assert results["rows"][0]["published_s"] == known["mosaic_7b_8_h100"]["step_s"]
     assert [row["id"] for row in results["unplanned"]] == [unknown["id"]]

@@ -161,7 +161,7 @@ UNET = "model=unet_250m train.batch_size=512 cluster.memory_gib=800"
     "changed",
     [
         "cluster=h100", "cluster.peak_tflops=null", "cluster.matmul_tflops=30", "model.layers=2", MIXTURE, UNET,
-        "lora.rank=8", "train.precision=fp32", "train.seq_len=8193 model.max_positions=8193",
+        "lora.rank=8", "grid=1x1x1x4", "train.precision=fp32", "train.seq_len=8193 model.max_positions=8193",
     ],
 )  # fmt: skip
 def test_other_gpus_models_precisions_and_slower_plans_have_no_published_runs(changed, published_quarter):
