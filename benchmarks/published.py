@@ -211,7 +211,7 @@ def summary(row: dict, plan: Plan) -> dict[str, Any]:
 def mfu_table(rows: Iterable[dict]) -> list[dict]:
     """Return the ranges of the published MFU that gpt4d/planner/published.py explains.
 
-    They are ordered by GPU and size, without those of fewer than three rows.
+    They are ordered by GPU and size, without ranges of fewer than three rows.
     """
     families = {name: compose([f"model={_FAMILIES[name]}"]).model for name in _DENSE}
     found = defaultdict(list)

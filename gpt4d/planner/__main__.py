@@ -52,6 +52,7 @@ from gpt4d.planner.estimate import Plan
 from gpt4d.planner.fitting import fit
 from gpt4d.planner.launching import merged
 from gpt4d.planner.options import open_keys
+from gpt4d.planner.progress import long_search
 from gpt4d.planner.resolve import resolve
 from gpt4d.planner.search import check_open, rank
 from gpt4d.planner.topology import for_devices, usable_gib
@@ -93,9 +94,14 @@ def main(arguments: list[str]) -> None:
         meant = ["world_size"] if key in _OTHER_NAMES else difflib.get_close_matches(key, names, n=1)
         if meant and key not in {*known_keys(), *groups()}:
             raise ConfigError(f"{key}: there is no such argument; did you mean {meant[0]}?")
+    with long_search():
+        answer = _answer(query, overrides)
+    print(answer)
+
+
+def _answer(query: PlannerQuery, overrides: list[str]) -> str:
     if query.largest:
-        _print_largest(query, overrides)
-        return
+        return _largest(query, overrides)
     if query.tokens is not None:
         overrides.append(f"train.tokens={query.tokens:.15g}")
     config = complete(compose(overrides))
@@ -105,16 +111,16 @@ def main(arguments: list[str]) -> None:
         query.grid, overrides = trainers.as_plan(query, config, query.world_size, overrides)
         config = complete(compose(overrides))
     _check(query, config)
+    assumed = ""
     if query.format == "table" and not any(word.startswith(("cluster=", "cluster.")) for word in overrides):
-        print(f"cluster is not set: planned for {_machine(config)}; another one is cluster=h100, for example\n")
+        assumed = f"cluster is not set: planned for {_machine(config)}; another one is cluster=h100, for example\n\n"
     if query.grid is not None:
-        _answer_for_grid(config, query, overrides)
-    elif query.world_size is None:
-        _print_fewest(config, open_keys(config, overrides))
-    elif config.parallel.mode == "atp":
-        _rank_meshes(config, query.world_size, query)
-    else:
-        _rank_grids(config, query.world_size, query, overrides)
+        return assumed + _one_grid(config, query, overrides)
+    if query.world_size is None:
+        return assumed + _fewest(config, open_keys(config, overrides))
+    if config.parallel.mode == "atp":
+        return assumed + _meshes(config, query.world_size, query)
+    return assumed + _grids(config, query.world_size, query, overrides)
 
 
 def _check(query: PlannerQuery, config: Config) -> None:
@@ -139,7 +145,7 @@ def _check(query: PlannerQuery, config: Config) -> None:
         check_open(config.parallel, "leave it out, or ask for one grid: grid=4x1x2x1")
 
 
-def _print_largest(query: PlannerQuery, overrides: list[str]) -> None:
+def _largest(query: PlannerQuery, overrides: list[str]) -> str:
     kept = replace(PlannerQuery(), largest=True, world_size=query.world_size, format=query.format)
     unused = [name for name in known_keys(PlannerQuery) if getattr(query, name) != getattr(kept, name)]
     unused += [word.partition("=")[0] for word in overrides if word.startswith(("model=", "model.", "lora."))]
@@ -149,7 +155,7 @@ def _print_largest(query: PlannerQuery, overrides: list[str]) -> None:
     config, devices = complete(compose(overrides)), query.world_size or 1
     _check(query, config)
     found = largest.trainable(overrides, devices)
-    print(largest.as_json(found) if query.format == "json" else largest.table(found, config.cluster, devices))
+    return largest.as_json(found) if query.format == "json" else largest.table(found, config.cluster, devices)
 
 
 def _machine(config: Config) -> str:
@@ -159,38 +165,37 @@ def _machine(config: Config) -> str:
     return f"{cluster.name} ({memory})"
 
 
-def _print_fewest(config: Config, keys: list[str]) -> None:
+def _fewest(config: Config, keys: list[str]) -> str:
     fewest = fewest_devices(config, _MAX_DEVICES, keys)
     if fewest is None:
         raise ConfigError(
             f"model={config.model.name}: cannot be trained on {config.cluster.name} with up to {_MAX_DEVICES} devices; "
             "pass world_size=N for the reason"
         )
-    print(
+    return (
         f"{tables.model_text(config)}, {batch_text(config)}, needs at least {fewest} device(s) of "
         f"{config.cluster.name}; world_size={fewest} shows how"
     )
 
 
-def _rank_grids(config: Config, devices: int, query: PlannerQuery, overrides: list[str]) -> None:
+def _grids(config: Config, devices: int, query: PlannerQuery, overrides: list[str]) -> str:
     config = replace(config, cluster=for_devices(config.cluster, devices))
     ranking = rank(config, devices, query.top, query.cost, open_keys(config, overrides))
     ranking.check(config, devices)
-    if query.format == "json":
-        print(tables.as_json(ranking.plans, config, overrides, query.price))
-    elif query.format in trainers.TRAINERS:
-        print(_arguments(query.format, ranking.plans[0], overrides))
-    else:
-        print(f"{tables.table(config, devices, ranking)}\n")
-        print(tables.runs(ranking.plans, config, overrides, query.price))
     if query.plot:
         title = f"{config.model.name} on {devices} devices of {config.cluster.name}, {batch_text(config)}"
         with required_file(Path(query.plot)):
             tables.plot(ranking.plans, title, Path(query.plot))
+    if query.format == "json":
+        return tables.as_json(ranking.plans, config, overrides, query.price)
+    if query.format in trainers.TRAINERS:
+        return _arguments(query.format, ranking.plans[0], overrides)
+    runs = tables.runs(ranking.plans, config, overrides, query.price)
+    return f"{tables.table(config, devices, ranking)}\n\n{runs}"
 
 
-def _answer_for_grid(config: Config, query: PlannerQuery, overrides: list[str]) -> None:
-    """Print whether a grid fits, and the time of a step. Raises ConfigError if the grid is not possible."""
+def _one_grid(config: Config, query: PlannerQuery, overrides: list[str]) -> str:
+    """Return whether a grid fits, and the time of a step. Raises ConfigError if the grid is not possible."""
     match = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)", query.grid or "")
     if not match or "0" in match.groups():
         raise ConfigError(f"grid={query.grid}: not the sizes of gx, gy, gz and gdata; use grid=4x1x2x1, for example")
@@ -209,11 +214,9 @@ def _answer_for_grid(config: Config, query: PlannerQuery, overrides: list[str]) 
     plan = replace(answer.plan, options={}, choice={})
     changes = [] if answer.fits else answer.changes()
     if query.format == "json":
-        print(tables.as_json([plan], answer.config, overrides, query.price))
-        return
+        return tables.as_json([plan], answer.config, overrides, query.price)
     if query.format in trainers.TRAINERS and answer.fits:
-        print(_arguments(query.format, plan, overrides))
-        return
+        return _arguments(query.format, plan, overrides)
     usable, needed = usable_gib(answer.config.cluster), plan.memory_gib
     verdict = "fits" if answer.fits else "does not fit"
     if usable < needed and answer.fits:
@@ -228,9 +231,9 @@ def _answer_for_grid(config: Config, query: PlannerQuery, overrides: list[str]) 
     if not answer.fits and (smallest := answer.smallest()):
         lines.append(f"the fewest devices that suffice are {smallest.devices}, with {' '.join(smallest.overrides)}")
     lines.append(tables.rates_line(config.cluster, devices))
-    print("\n".join(lines))
     if answer.fits:
-        print(tables.runs([plan], answer.config, overrides, query.price))
+        lines.append(tables.runs([plan], answer.config, overrides, query.price))
+    return "\n".join(lines)
 
 
 def _arguments(trainer: str, plan: Plan, overrides: list[str]) -> str:
@@ -238,13 +241,11 @@ def _arguments(trainer: str, plan: Plan, overrides: list[str]) -> str:
     return trainers.arguments(trainer, complete(compose(merged(overrides, plan.overrides))))
 
 
-def _rank_meshes(config: Config, devices: int, query: PlannerQuery) -> None:
+def _meshes(config: Config, devices: int, query: PlannerQuery) -> str:
     plans = atp.rank(config, devices)[: query.top]
     if query.format == "json":
-        print(tables.meshes_as_json(plans))
-    else:
-        print(tables.mesh_table(config, devices, plans))
-        print(tables.rates_line(config.cluster, devices))
+        return tables.meshes_as_json(plans)
+    return f"{tables.mesh_table(config, devices, plans)}\n{tables.rates_line(config.cluster, devices)}"
 
 
 if __name__ == "__main__":

@@ -1,9 +1,7 @@
 """The models of ``configs/model`` that a machine can pretrain, fine-tune and adapt, with their speed."""
 
 import json
-import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +19,6 @@ _BATCH = 8  # samples per step and device, unless the user sets train.batch_size
 _LENGTH = 2048  # maximum tokens of a sequence in fine-tuning
 _RANK = 16  # of adapters, which every family of text can have in attention
 _KINDS = "pretrain", "fine-tune", "LoRA"  # in descending order of memory
-_SILENT_S = 1.0  # time after which a terminal shows progress
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ def trainable(overrides: Sequence[str], devices: int) -> list[Trainable]:
     """Return all models except the tiny ones, in ascending order of their parameters."""
     words = [f"train.batch_size={_BATCH * devices}", "parallel.pipeline.stages=1", *overrides]
     found = []
-    for name in _with_progress(_MODELS):
+    for name in _MODELS:
         config = compose([f"model={name}", *words])
         check_values(config, registry.of(config.model))
         plans = {}
@@ -77,17 +74,6 @@ def _trained(config: Config, kind: str, fixed_length: bool) -> Config:
         lora = LoraConfig(rank=_RANK, targets=["qkv", "output"])
         config = replace(config, lora=lora, model=replace(config.model, lora=lora))
     return config
-
-
-def _with_progress(names: Sequence[str]) -> Iterator[str]:
-    """Yield the names, and show them on a terminal if they take longer than a second."""
-    started = time.monotonic()
-    for number, name in enumerate(names):
-        if sys.stderr.isatty() and time.monotonic() - started > _SILENT_S:
-            print(f"\r{number} of {len(names)} models planned: {name:20}", end="", file=sys.stderr, flush=True)
-        yield name
-    if sys.stderr.isatty():
-        print(f"\r{'':60}\r", end="", file=sys.stderr, flush=True)
 
 
 def as_json(found: list[Trainable]) -> str:

@@ -24,14 +24,14 @@ KEYS = "optim.shard_states", "train.loss_chunks", RECOMPUTATION
 
 @dataclass(frozen=True)
 class Level:
-    """A configuration with some settings that the planner has added. All levels of a search share what they know.
+    """A configuration with some settings that the planner has added. All levels of a search share ``known``.
 
     Args:
         config: all settings.
         descriptions: the descriptions of the model.
         options: added settings outside ``parallel``, by key.
         choice: added settings of ``parallel``.
-        known: what estimates share, by their description and added settings.
+        known: estimates, by their description and added settings.
     """
 
     config: Config

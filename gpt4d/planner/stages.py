@@ -63,7 +63,7 @@ def _cut_blocks(cuts: Any, count: int, blocks: int) -> list[int]:
 
 @dataclass
 class Known:
-    """What the estimates of one configuration share.
+    """Values that all estimates of one configuration share.
 
     Attributes:
         options: settings outside ``parallel`` that the planner has added, by key.
@@ -88,7 +88,7 @@ class PipelineEstimate:
         description: the full model.
         stages: grid and parts of each stage.
         microbatches: number of microbatches of the global batch.
-        known: what all estimates of this configuration share.
+        known: values that all estimates of this configuration share.
     """
 
     def __init__(

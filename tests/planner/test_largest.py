@@ -1,10 +1,11 @@
 """The models that a machine can train: largest=true."""
 
 import json
+import threading
 
 import pytest
 
-from gpt4d.planner import largest
+from gpt4d.planner import largest, progress
 from gpt4d.planner.options import open_keys
 from gpt4d.planner.search import rank
 from tests.support.planner_runs import ask
@@ -34,9 +35,13 @@ def test_a_speed_is_that_of_the_planners_first_choice(monkeypatch):
         assert answer["overrides"] == plan.overrides and answer["memory_gib"] == plan.memory_gib
 
 
-def test_a_terminal_shows_progress(monkeypatch, capsys):
-    monkeypatch.setattr(largest, "_SILENT_S", 0.0)
-    assert [*largest._with_progress(["gpt_125m"])] == ["gpt_125m"] and not capsys.readouterr().err
+def test_a_terminal_shows_the_progress_of_a_long_search(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "_SILENT_S", 0.0)
+    shown = threading.Event()
+    with progress.long_search():
+        assert not capsys.readouterr().err
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    assert [*largest._with_progress(["gpt_125m"])] == ["gpt_125m"]
-    assert "\r0 of 1 models planned: gpt_125m" in capsys.readouterr().err
+    with progress.long_search():
+        while "planning for 0 s" not in capsys.readouterr().err:
+            shown.wait(0.001)
+    assert capsys.readouterr().err.endswith("\r\033[K")
