@@ -137,6 +137,15 @@ def _check(query: PlannerQuery, config: Config) -> None:
         use = "world_size=64, parallel.mode=4d and format=table"
         raise ConfigError(f"price={query.price:g}: is added to the hours of plans; use {use}")
     check_choice("cost", query.cost, ("ours", "aware", "agnostic"))
+    ranks_grids = query.world_size is not None and query.grid is None and not is_atp
+    for key, unused in (
+        ("cost", not ranks_grids or config.parallel.pipeline.stages not in (None, 1)),
+        ("plot", not ranks_grids),
+        ("top", query.grid is not None or not has_plans),
+    ):
+        if unused and (value := getattr(query, key)) != getattr(PlannerQuery(), key) and not query.largest:
+            use = "world_size=64 without grid=" + " and stages" * (key == "cost")
+            raise ConfigError(f"{key}={value}: belongs to a ranking of grids; leave it out, or use {use}")
     check_image_format("plot", query.plot)
     for key in ("world_size", "top"):
         check_at_least(key, getattr(query, key), 1, LARGEST_DEVICES)

@@ -303,10 +303,11 @@ class PipelineEstimate:
                     return needed
         if len(self.stages) == 1:
             return needed
-        first, chunks = self.stages[0], len(self.stages[0].parts)
-        others = min(self.microbatches, len(self.stages)) - 1 if chunks == 1 else 0
-        filled = self._alone_gib(first) + others * self._microbatches[0].kept_bytes / GIB if others else 0.0
-        return filled if filled > limit else max(self.memory_gib)
+        first = self.stages[0]
+        if len(first.parts) == 1:
+            others = min(self.microbatches, len(self.stages)) - 1
+            needed = self._alone_gib(first) + others * self._microbatches[0].kept_bytes / GIB
+        return needed if needed > limit else max(self.memory_gib)
 
     def _local_bytes(self, name: str, sizes: GridSizes) -> int:
         """Return the bytes of a tensor of one microbatch on a device of a grid."""

@@ -1,8 +1,11 @@
 """The planner's pipelines: the time of a step on stages, and the choice of stages."""
 
+import math
+
 import pytest
 
 from gpt4d.config import Config, GridSizes, divisors, grid_problem, possible_microbatches, with_stages
+from gpt4d.config.schema import SCHEDULES
 from gpt4d.model import registry
 from gpt4d.parallel.stage_plan import StagePlan, consecutive_stages
 from gpt4d.planner.stages import PipelineEstimate, stage_parts, transfer_seconds
@@ -106,6 +109,17 @@ def test_settings_that_the_planner_cannot_follow_are_named():
         ("stages=2", "microbatches=5", "no grid of 4 … microbatches=5: does not cut train.batch_size=16"),
     ]
     assert not wrong_messages(cases, report)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_memory_of_a_pipeline_has_lower_bounds_in_every_schedule(schedule, stages):
+    chunks = ["chunks_per_stage=2"] * (schedule == "interleaved_1f1b")
+    words = *MACHINE, "train.seq_len=32", *pipeline(f"stages={stages}", f"schedule={schedule}", *chunks)
+    plan = validate(configured([*words, *pipeline("microbatches=8")]), stages)
+    exact = PipelineEstimate.of(plan).needed_gib(math.inf)
+    for share in (0.0, 0.5, 0.8, 0.9, 0.95, 0.99):
+        assert share * exact < PipelineEstimate.of(plan).needed_gib(share * exact) <= exact
 
 
 def test_a_step_is_what_its_stages_take_and_what_they_wait():

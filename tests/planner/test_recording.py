@@ -69,3 +69,12 @@ def test_grids_that_differ_in_z_and_data_share_a_recording():
     for sizes in (GridSizes(2, 2), GridSizes(2, 2, 4, 1), GridSizes(2, 2, 1, 8)):
         recording_of(description, ["blocks.0", "blocks.1"], Settings.of(config, sizes, micro_batch=1))
     assert recording.recorded_segments.cache_info().misses == before + 1
+
+
+def test_equal_parts_of_pipelines_share_a_recording():
+    config = configured(["model=gpt_tiny", "model.layers=12"])
+    description, before = registry.describe_run(config), recording.recorded_segments.cache_info().misses
+    for first, stop in ((4, 8), (5, 9), (3, 11)):
+        part = description.stage([(first, stop)])
+        recording_of(part, [unit.name for unit in part.blocks], Settings.of(config, GridSizes(2), micro_batch=1))
+    assert recording.recorded_segments.cache_info().misses == before + 1
