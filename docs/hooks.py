@@ -22,11 +22,7 @@ def _modules() -> dict[str, list[str]]:
         parts = path.relative_to(_REPOSITORY).with_suffix("").parts
         if parts[-1] == "__init__":
             parts = parts[:-1]
-        if (
-            not any(part.startswith("_") for part in parts)
-            and not parts[-1].endswith("_kernels")
-            and path.stat().st_size
-        ):
+        if not any(part.startswith("_") for part in parts) and path.stat().st_size:
             package = parts if path.name == "__init__.py" else parts[:-1]
             packages.setdefault(".".join(package), []).append(".".join(parts))
     return packages

@@ -20,7 +20,7 @@ from gpt4d.parallel import compile, gradient_reducer
 from gpt4d.parallel.context import Context, layer_settings
 from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import Grid, backend_of
-from gpt4d.parallel.layers import attention_kernels, conv_kernels, float8_kernels
+from gpt4d.parallel.layers import attention_backends, conv, float8
 from gpt4d.parallel.layout import spec_of
 from gpt4d.parallel.pipeline.runtime import Compute, StageRuntime
 from gpt4d.parallel.pipeline.stage_links import Copy, Exchange
@@ -69,9 +69,9 @@ def _choose_kernels(config: Config, grid: Grid, device: torch.device) -> None:
     replicates = grid.x.size * grid.y.size > 1  # vectors between layers, and the computation of their gradients
     compile.enable(config.train.compile, device, replicates)
     if config.train.precision == "fp8":
-        float8_kernels.check_device(device)
-    conv_kernels.choose_algorithms(device, replicates)
-    attention_kernels.use_installed_kernels(device)
+        float8.check_device(device)
+    conv.choose_algorithms(device, replicates)
+    attention_backends.use_installed_kernels(device)
 
 
 def _build(

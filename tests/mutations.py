@@ -145,7 +145,7 @@ MUTATIONS = [
         "tests/model/test_families.py",
     ),
     Mutation(
-        "parallel/layers/loss_kernels.py",
+        "parallel/layers/loss.py",
         "logits[:, columns:] = 0",
         "logits[:, columns:] = 1",
         "the padding of the vocabulary has no gradient",
@@ -252,7 +252,7 @@ MUTATIONS = [
         "tests/optim/test_muon.py",
     ),
     Mutation(
-        "parallel/layers/loss_kernels.py",
+        "parallel/layers/loss.py",
         "scale = scale * (1 + 2 * z_loss * log_sums)",
         "scale = scale * (1 + z_loss * log_sums)",
         "the z-loss has the gradient of its square",

@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.validation import validate
 from tests.support.commands import wrong_messages
 from tests.support.config_overrides import configured_quickly
+from tests.support.environment import REPOSITORY
 from tests.support.grids import full
 from tests.support.settings import configured
 
@@ -286,9 +288,16 @@ def test_optim_adamw_replaces_all_optimizer_settings_of_a_model(model):
     assert configured([f"model={model}", "optim=adamw"]).optim == OptimConfig()
 
 
-def test_validation_imports_no_torch():
+def test_validation_and_every_module_with_kernels_or_specs_import_no_torch():
+    files = {path: path.read_text(encoding="utf-8") for path in REPOSITORY.glob("gpt4d/**/*.py")}
+    modules = [
+        ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
+        for path, code in files.items()
+        if re.search(r"from gpt4d.parallel.lazy import|\(LayerSpec\)", code)
+    ]
+    assert len(modules) > 20
     imports = "import sys; from tests.support.settings import configured; from gpt4d.validation import validate"
-    script = f"{imports}; validate(configured([]), 1); sys.exit('torch' in sys.modules)"
+    script = f"{imports}; validate(configured([]), 1); import {', '.join(modules)}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 

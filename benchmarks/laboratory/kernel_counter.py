@@ -127,15 +127,15 @@ def _kind(func, frame: FrameType | None) -> str:
         return "attention"
     while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
-    if frame and frame.f_code.co_name == "cast_to" and frame.f_back and _is_kernels(frame.f_back):
+    if frame and frame.f_code.co_name == "cast_to" and frame.f_back and _is_layer(frame.f_back):
         frame = frame.f_back  # the conversion belongs to the kernel that calls it
     place = f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}" if frame else ""
     found = (kind for part, kind in _KINDS.items() if part in place or part in str(func))
     return next(found, "other")
 
 
-def _is_kernels(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.endswith("_kernels.py")
+def _is_layer(frame: FrameType) -> bool:
+    return Path(frame.f_code.co_filename).parent.name == "layers"
 
 
 def _flash_attention(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False) -> torch.Tensor:

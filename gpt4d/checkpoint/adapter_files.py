@@ -14,7 +14,7 @@ from gpt4d.checkpoint.model_directory import read_json
 from gpt4d.checkpoint.source_weights import TensorFiles
 from gpt4d.config import LORA_TARGETS, ConfigError, LoraConfig, ModelConfig, check_limits
 from gpt4d.model import registry
-from gpt4d.parallel.layers import lora_kernels
+from gpt4d.parallel.layers import lora
 from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.lora import A, B
 
@@ -58,7 +58,7 @@ def merging(read: Reader, model: ModelConfig) -> Reader:
         if layer == name or layer not in layers:
             return weight
         spec = layers[layer]
-        b = lora_kernels.spread(read(f"{layer}.{B}").float(), model.lora.scale, spec.pattern(spec.out_features))
+        b = lora.spread(read(f"{layer}.{B}").float(), model.lora.scale, spec.pattern(spec.out_features))
         return weight.float() + (read(f"{layer}.{A}").float() @ b.flatten(1)).view(weight.shape)
 
     return merged

@@ -5,7 +5,7 @@
   weights and gradients.
 - ``engine``: when to prefetch, reduce and interleave. It does not import torch, so that the planner can execute it.
 - ``comm``: collectives and their statistics; ``comm.cpu`` is the transport between ranks without NCCL.
-- ``layers``: a spec for each kind of layer, and modules ``*_kernels`` that implement its kernels in torch.
+- ``layers``: a spec for each kind of layer, and its kernels, which import torch at their first use (``lazy``).
 - ``symbolic``: tensors without values, on which the planner runs the same layers.
 - ``pipeline``, ``resharding``: schedules and their execution, and tensors that cross between meshes.
 - ``atp``, ``compile``, ``random``: the ATP mode, torch.compile, and random numbers that do not depend on the grid.

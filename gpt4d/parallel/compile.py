@@ -4,6 +4,8 @@ Layers call them inside their autograd functions. Collectives, the sharded weigh
 compiled. So compilation does not change the communication, and changes only the last bits of results.
 """
 
+from __future__ import annotations
+
 import functools
 import os
 import shutil
@@ -13,12 +15,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-import torch
-import torch.distributed as dist
-
 from gpt4d.config import ConfigError
+from gpt4d.parallel.lazy import torch
 from gpt4d.runtime import compile_cache
-from gpt4d.runtime.consensus import all_gather_json
 from gpt4d.writing import warn
 
 Arguments = ParamSpec("Arguments")
@@ -58,13 +57,13 @@ def enable(choice: bool | None, device: torch.device, replicates: bool = False) 
         problem = _failure(device)
     problem = _first_of_all_ranks(problem)
     if problem is None:
-        import torch._dynamo.config  # takes seconds
+        from torch._dynamo import config  # takes seconds
 
-        torch._dynamo.config.recompile_limit = _MAX_VARIANTS
+        config.recompile_limit = _MAX_VARIANTS
         enabled = True
     elif choice:
         raise ConfigError(f"train.compile=true: {problem}, or use train.compile=false")
-    elif not dist.is_initialized() or dist.get_rank() == 0:
+    elif not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         warn(f"train.compile=null: {problem}, or use train.compile=false; this run trains without compiled functions")
 
 
@@ -102,8 +101,10 @@ def _increased(x: torch.Tensor) -> torch.Tensor:
 
 def _first_of_all_ranks(problem: str | None) -> str | None:
     """Return the problem of the first rank that has one, with its number, or None."""
-    if not dist.is_initialized():
+    if not torch.distributed.is_initialized():
         return problem
+    from gpt4d.runtime.consensus import all_gather_json
+
     problems = all_gather_json(problem, "testing the compilers")
     return next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text), None)
 

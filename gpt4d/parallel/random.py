@@ -8,11 +8,13 @@ integer operations, table lookups, and single float32 multiplications and additi
 whose last bit differs between devices, only fill the tables. Rounding to float32 removes the difference.
 """
 
+from __future__ import annotations
+
 import functools
 import hashlib
 from statistics import NormalDist
 
-import torch
+from gpt4d.parallel.lazy import torch
 
 _GOLDEN = -0x61C8864680B583EB  # 2^64 / golden ratio, as a signed 64-bit number
 _MIX_1 = -0x40A7B892E31B1A47

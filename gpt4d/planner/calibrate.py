@@ -39,7 +39,8 @@ from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.parallel.comm import collectives
 from gpt4d.parallel.comm.collectives import Axis
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layers import attention_kernels, float8_kernels
+from gpt4d.parallel.layers import attention_backends, float8
+from gpt4d.parallel.layers.attention import AttentionFunction
 from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.parallel.sharded_weights import compute_dtype
 from gpt4d.planner.device import KINDS, Links, sent_bytes
@@ -85,7 +86,7 @@ def measure(launch: Launch, device: torch.device, name: str, watchdog: Watchdog 
     cluster = replace(_read_system(launch, device), name=name, rates=rates)
     cluster.matmul_tflops = _matmul_flops(device) / 1e12
     cluster.attention_tflops = _attention_flops(device) / 1e12
-    if float8_kernels.supports(device):
+    if float8.supports(device):
         cluster.fp8_tflops = _float8_flops(device) / 1e12
     cluster.operation_us, cluster.memory_gb_s = _measure_operations(cluster, device)
     if launch.world_size > 1:
@@ -160,20 +161,20 @@ def _float8_flops(device: torch.device) -> float:
     values, one = square_matrix(device).to(torch.float8_e4m3fn), torch.ones((), device=device)
 
     def work() -> None:
-        float8_kernels.float8_product(values, values, one, one, None, torch.bfloat16, True)
+        float8.float8_product(values, values, one, one, None, torch.bfloat16, True)
 
     return 2 * len(values) ** 3 / measured_seconds(work, device)
 
 
 def _attention_flops(device: torch.device) -> float:
     """Return the rate of causal attention, forward and backward, without masked products."""
-    attention_kernels.use_installed_kernels(device)
+    attention_backends.use_installed_kernels(device)
     sequences, length, heads, size = shape = ATTENTION_SHAPE[device.type]
     q, k, v, d_out = torch.randn(4, *shape, dtype=compute_dtype("auto", device), device=device)
     inputs = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
 
     def work() -> None:
-        out = attention_kernels.attention(*inputs, None, None, causal=True)
+        out = AttentionFunction.in_torch(*inputs, None, None, causal=True)
         torch.autograd.grad(out, inputs, d_out.view_as(out))
 
     # Two products in the forward and five in the backward, each of half of the keys.

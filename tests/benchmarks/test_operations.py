@@ -8,7 +8,7 @@ import pytest
 from benchmarks.experiments.operations import planned, read_settings, run
 from benchmarks.laboratory.kernel_counter import count
 from gpt4d.config import ConfigError
-from gpt4d.parallel.layers import loss, loss_kernels
+from gpt4d.parallel.layers import loss
 from gpt4d.parallel.symbolic.tensor import SymbolicTensor
 from tests.parallel.counting_device import CountingDevice
 from tests.support.grids import full
@@ -53,7 +53,7 @@ def test_compiled_functions_read_their_arguments_and_write_their_results_once():
 def test_a_gpu_computes_the_loss_of_gpt_125m_in_one_block_compiled_and_in_few_blocks_eager(compiled, blocks):
     config = step("model=gpt_125m", "train.batch_size=32")
     for name, kernel in (("sum_of_exponentials", loss.sums_of_exponentials), ("write_softmax", loss.softmax_)):
-        with patch.object(loss_kernels, name, wraps=getattr(loss_kernels, name)) as calls:
+        with patch.object(loss, name, wraps=getattr(loss, name)) as calls:
             count(config, compiled)
         device = CountingDevice()
         device.compiled = compiled

@@ -18,7 +18,7 @@ from gpt4d.parallel.comm.pending import Pending
 from gpt4d.parallel.context import Context
 from gpt4d.parallel.engine.interleave import run_alone
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layers import activations, attention, attention_kernels, conv, conv_kernels, linear, loss, norm
+from gpt4d.parallel.layers import activations, attention, attention_backends, conv, linear, loss, norm
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.embedding import PositionEmbeddingSpec, TokenEmbeddingSpec
 from gpt4d.parallel.layers.experts import ExpertsSpec
@@ -259,8 +259,8 @@ def compute(case: Case, sizes: Sizes, dtype: torch.dtype, device: torch.device) 
 def test_layers_agree_with_float64_on_the_cpu(check: Check) -> None:
     device, errors = check.device, check.values.setdefault("errors", {})
     torch.set_float32_matmul_precision("highest")  # no TF32
-    conv_kernels.choose_algorithms(device, replicates=False)
-    attention_kernels.use_installed_kernels(device)
+    conv.choose_algorithms(device, replicates=False)
+    attention_backends.use_installed_kernels(device)
     compiling.enable(device)
     variants = [(dtype, bound, False) for dtype, bound in _BOUNDS.items()]
     variants.append((torch.bfloat16, _BOUNDS[torch.bfloat16], True))

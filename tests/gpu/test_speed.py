@@ -27,7 +27,7 @@ from gpt4d.model import registry
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.parallel import compile
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layers import linear_kernels
+from gpt4d.parallel.layers import linear
 from gpt4d.parallel.layers.norm import LayerNormSpec
 from gpt4d.parallel.pipeline.runtime import StageRuntime, whole_model
 from gpt4d.parallel.stage import Stage
@@ -209,7 +209,7 @@ def test_gradients_in_fp32_cost_little_of_a_step(check: Check) -> None:
     recomputed = {0: registry.describe(config.model).layer_weights(recompute=True)}
     variants: dict[str, Callable[[], AbstractContextManager]] = {
         TODAY: nullcontext,
-        "weight gradients in bf16": lambda: patch.object(linear_kernels, "product", _rounded_product),
+        "weight gradients in bf16": lambda: patch.object(linear, "product", _rounded_product),
         "norm gradients in bf16": lambda: patch.object(LayerNormSpec, "forward", _norm_with_rounded_gradients),
         "full activation checkpointing": lambda: _recompute(step, recomputed),
         "selective activation checkpointing": lambda: _changed(stage, recompute_inputs=True),

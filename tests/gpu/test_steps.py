@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpt4d.parallel import compile
-from gpt4d.parallel.layers import float8_kernels
+from gpt4d.parallel.layers import float8
 from gpt4d.trainer import Trainer
 from tests.gpu import compiling, runs
 from tests.gpu.check import Check, largest_difference
@@ -48,7 +48,7 @@ _UNET = ["model=unet_tiny", "model.dropout=0.1", "logging.sample_images=2", "log
 def test_the_host_of_a_step_never_waits_for_the_gpu(check: Check) -> None:
     # Short sequences, because the same steps take much longer on the CPU.
     text = [*runs.gpt_tiny(check, 30_000), *([] if check.rehearsal else ["train.seq_len=64"])]
-    options = OPTIONS | (FLOAT8 if in_process(float8_kernels.supports, check.device) else {})
+    options = OPTIONS | (FLOAT8 if in_process(float8.supports, check.device) else {})
     _check(check, {name: Case([*text, *case.overrides], case.compiled) for name, case in options.items()})
 
 

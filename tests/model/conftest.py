@@ -6,7 +6,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from gpt4d.parallel.comm.cpu import hosts
 from gpt4d.parallel.comm.pending import Pending
 from gpt4d.parallel.comm.transport import Transport
-from gpt4d.parallel.layers import experts_kernels, linear_kernels
+from gpt4d.parallel.layers import experts, linear
 
 
 class Ended:
@@ -63,7 +63,7 @@ def rank_0(monkeypatch):
         return torch.addmm(added_to, a, b, out_dtype=dtype, out=added_to)
 
     monkeypatch.setattr(hosts, "connect", lambda group, yielding: NoExchange(group))
-    for module in linear_kernels, experts_kernels:
+    for module in linear, experts:
         monkeypatch.setattr(module, "product", multiply)
     yield start_process_group
     dist.destroy_process_group()

@@ -25,7 +25,7 @@ from gpt4d.model.llama.config import LlamaConfig
 from gpt4d.model.moe.config import MoeConfig
 from gpt4d.model.olmo2.config import Olmo2Config
 from gpt4d.model.unet.config import UNetConfig
-from gpt4d.parallel.layers import float8, linear_kernels, routing
+from gpt4d.parallel.layers import float8, linear, routing
 from tests.model.recording import collectives_of_a_step, computation_s
 from tests.support.grids import full
 from tests.support.model_oracles import MODELS
@@ -269,7 +269,7 @@ def cpu_products(monkeypatch, rank_0):
     def product(a, b, dtype, added_to=None):
         return a.to(dtype) @ b.to(dtype) if added_to is None else added_to
 
-    monkeypatch.setattr(linear_kernels, "product", product)
+    monkeypatch.setattr(linear, "product", product)
 
 
 @pytest.mark.parametrize(

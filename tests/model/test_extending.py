@@ -16,7 +16,7 @@ from tests.support.environment import REPOSITORY
 from tests.support.grids import batch_part, token_loss
 
 PAGE = REPOSITORY / "docs/guides/extending.md"
-MODULES = ["mixer.py", "mixing.py", "mixing_kernels.py"]
+MODULES = ["mixer.py", "mixing.py"]
 LENGTH, BATCH = 16, 8
 LARGE = {"hidden": 256, "vocab_size": 512, "max_positions": 256}  # sizes at which the virtual device takes time
 GRID = GridSizes(2, 2, 2, 1)

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from gpt4d.config import ConfigError
 from gpt4d.parallel import compile
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layers import activations, conv_kernels, float8, group_norm, norm
+from gpt4d.parallel.layers import activations, conv, float8, group_norm, norm
 from gpt4d.parallel.symbolic.kernels import Kernel
 from gpt4d.runtime import compile_cache
 from gpt4d.step import TrainStep, build_stage
@@ -25,7 +25,7 @@ from gpt4d.task.language import LanguageModeling
 from gpt4d.validation import validate
 from tests.exactness.comparison import microbatches
 from tests.support.grids import full, metric_lines, train_in_rank
-from tests.support.parallel_kernels import examples, function_of
+from tests.support.parallel_kernels import examples
 from tests.support.settings import configured
 
 compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
@@ -77,7 +77,7 @@ def test_compiled_conversions_to_float8_have_the_bits_of_eager_ones():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_functions_equal_eager_ones(dtype):
     calls = [*compiled_calls(dtype)]
-    eager = [function_of(kernel)(*deepcopy(arguments)) for kernel, arguments in calls]
+    eager = [kernel.in_torch(*deepcopy(arguments)) for kernel, arguments in calls]
     compile.enable(True, torch.device("cpu"))
     for (kernel, arguments), expected in zip(calls, eager, strict=True):
         found = kernel(*arguments)
@@ -159,7 +159,7 @@ def test_training_continues_without_compiled_functions_if_the_compiler_of_a_gpu_
     assert warning.startswith("warning: train.compile=null: a test function cannot be compiled (cc1plus: no such file)")
     assert warning.count("\n") == 1
     gate_and_up = torch.randn(2, 2, 4)
-    assert torch.equal(activations.swiglu(gate_and_up), function_of(activations.swiglu)(gate_and_up))
+    assert torch.equal(activations.swiglu(gate_and_up), activations.swiglu.in_torch(gate_and_up))
 
 
 def enable_where_rank_1_fails():
@@ -215,6 +215,6 @@ def test_cudnn_measures_algorithms_unless_results_must_not_depend_on_it(
     for name in ("benchmark", "deterministic", "allow_tf32"):
         monkeypatch.setattr(cudnn, name, getattr(cudnn, name))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
-    conv_kernels.choose_algorithms(torch.device("cuda"), replicates)
+    conv.choose_algorithms(torch.device("cuda"), replicates)
     assert (cudnn.benchmark, cudnn.deterministic) == expected
     assert not cudnn.allow_tf32

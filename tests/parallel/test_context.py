@@ -15,7 +15,7 @@ from gpt4d.parallel.comm.cpu import shared_memory
 from gpt4d.parallel.context import Context
 from gpt4d.parallel.engine.interleave import run_alone, run_blocks
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layers import context_attention_kernels
+from gpt4d.parallel.layers import context_attention
 from gpt4d.parallel.layers.attention import AttentionSpec
 from gpt4d.parallel.layers.context_attention import Block, GatheredKeys, RingKeys, block_attention, block_gradients
 from gpt4d.parallel.layers.documents import Documents
@@ -136,18 +136,12 @@ def test_attention_by_lengths_is_attention_by_mask(packed, window, exchange):
     k, v = torch.randn(2, 2, 24, 2, 8, generator=generator, dtype=torch.float64)
     ends = torch.rand(2, 24, generator=generator) < 0.2
     documents = Documents.ending_with(1, ends.long()) if packed else None
-    # Windows with the ring need a mask, which the functions for a CPU take.
-    on_cpu = {name: getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{name}") for name in ("", "_backward")}
-    stand_in = SimpleNamespace(
-        _flash_attention_forward=attention_by_documents,
-        _flash_attention_backward=gradients_by_documents,
-        **{f"_scaled_dot_product_flash_attention_for_cpu{name}": function for name, function in on_cpu.items()},
-    )
     results = []
     for by_lengths in (False, True):
         with (
-            patch.object(context_attention_kernels, "takes_documents", lambda q, by_lengths=by_lengths: by_lengths),
-            patch.object(context_attention_kernels, "aten", stand_in if by_lengths else aten),
+            patch.object(context_attention, "takes_documents", lambda q, by_lengths=by_lengths: by_lengths),
+            patch.object(aten, "_flash_attention_forward", attention_by_documents),
+            patch.object(aten, "_flash_attention_backward", gradients_by_documents),
         ):
             found = []
             axes = [SimpleNamespace(size=3, index=index) for index in range(3)]

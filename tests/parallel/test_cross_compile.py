@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from gpt4d.parallel.compile import options_of
-from gpt4d.parallel.layers import activations, float8, float8_kernels, group_norm, heads, loss, loss_kernels, norm
+from gpt4d.parallel.layers import activations, float8, group_norm, heads, loss, norm
 from gpt4d.parallel.symbolic.kernels import Kernel
 from tests.support import cross_compiler
 from tests.support.grids import full
-from tests.support.parallel_kernels import Sizes, function_of, fused_examples
+from tests.support.parallel_kernels import Sizes, fused_examples
 
 pytestmark = [
     pytest.mark.slow,
@@ -43,15 +43,15 @@ def cases(sizes: Sizes = LARGE) -> dict[str, tuple[Callable, tuple]]:
     """Return each compiled function, with arguments in bf16, and statistics and parameters in float32."""
     torch.manual_seed(0)
     found = fused_examples(torch.bfloat16, sizes)
-    named = {kernel.name: (function_of(kernel), arguments) for kernel, arguments in found}
+    named = {kernel.name: (kernel.in_torch, arguments) for kernel, arguments in found}
     x, (largest, scale) = torch.randn(sizes[:2]).bfloat16(), torch.randn(2, sizes.rows)
     shards = torch.randn(2, sizes.features, sizes.rows).to(torch.float8_e4m3fn)
     joined = shards.movedim(0, 1).contiguous()
     blocks = {  # functions that kernels call for each block
-        "loss, sums": (loss_kernels.sum_of_exponentials, (x, largest + 5)),
-        "loss, softmax": (loss_kernels.write_softmax, (x.clone(), largest + 5, scale.exp())),
-        "float8, values": (float8_kernels.write_values, (shards[0], x, scale[0])),
-        "float8, joined": (float8_kernels.write_joined, (joined, shards, scale[:2, None])),
+        "loss, sums": (loss.sum_of_exponentials, (x, largest + 5)),
+        "loss, softmax": (loss.write_softmax, (x.clone(), largest + 5, scale.exp())),
+        "float8, values": (float8.write_values, (shards[0], x, scale[0])),
+        "float8, joined": (float8.write_joined, (joined, shards, scale[:2, None])),
     }
     return named | {name: (function.__wrapped__, arguments) for name, (function, arguments) in blocks.items()}
 

@@ -11,7 +11,7 @@ from benchmarks.laboratory.virtual_operations import nbytes, tensors_in
 from gpt4d.parallel.symbolic.kernels import EAGER_COSTS, Kernel, PlannedKernel
 from tests.parallel.counting_device import CountedOperations
 from tests.support import parallel_kernels
-from tests.support.parallel_kernels import examples, function_of, further_examples, symbolic
+from tests.support.parallel_kernels import examples, further_examples, symbolic
 
 DTYPES = torch.float32, torch.bfloat16
 
@@ -20,7 +20,7 @@ def test_the_declared_shapes_and_dtypes_are_those_of_the_results():
     checked = set()
     for kernel, arguments in [*examples(torch.float32), *examples(torch.bfloat16), *further_examples()]:
         declared = kernel.shapes(*map(symbolic, arguments))
-        results = function_of(kernel)(*arguments)
+        results = kernel.in_torch(*arguments)
         as_tuple = [value if isinstance(value, tuple) else (value,) for value in (declared, results)]
         for one, other in zip(*as_tuple, strict=True):
             assert (one is None) == (other is None), kernel.name
@@ -33,7 +33,7 @@ def test_the_declared_shapes_and_dtypes_are_those_of_the_results():
 
 def measure(kernel: Kernel, arguments: tuple) -> tuple[float, int, float]:
     """Return the bytes moved, relative to ``Kernel.minimum_bytes``, the operations, and temporary bytes."""
-    function = function_of(kernel)
+    function = kernel.in_torch
     with CountedOperations() as counted:
         results = function(*arguments)
     needed = kernel.minimum_bytes(*map(symbolic, arguments))

@@ -13,7 +13,7 @@ from gpt4d.config import GridSizes
 from gpt4d.parallel.context import Context
 from gpt4d.parallel.engine.interleave import join, run_alone
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layers import activations, attention, attention_kernels, conv, heads, loss
+from gpt4d.parallel.layers import activations, attention, conv, heads, loss
 from gpt4d.parallel.layers.attention import AttentionSpec, FusedAttentionSpec
 from gpt4d.parallel.layers.linear import LinearSpec, concatenate, separate
 from gpt4d.parallel.layers.module import Layer
@@ -190,7 +190,7 @@ class FlashAttention:
 def test_a_gpu_saves_keys_and_values_once_for_all_queries_that_they_serve():
     layer = Layer(AttentionSpec(H), weights_of(torch.bfloat16, device="meta"))
     device, shapes = CountingDevice(), [HEADS, (B, S, 1, SIZE), (B, S, 1, SIZE)]
-    with patch.object(attention_kernels, "F", FlashAttention), torch.device("meta"):
+    with patch.object(attention, "F", FlashAttention), torch.device("meta"):
         expected = in_torch(with_tokens(layer, torch.arange(B)), shapes, torch.bfloat16)
     found = in_symbols(device, with_tokens(layer, SymbolicTensor(device, (B,), "int64")), shapes, torch.bfloat16)
     assert found[:2] == expected[:2]

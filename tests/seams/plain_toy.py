@@ -9,8 +9,7 @@ from gpt4d.config import Config
 from gpt4d.parallel.grid import Grid
 from gpt4d.step import build_stage
 from tests.seams import toy_torch
-from tests.seams.toy import joined, of_rows  # registers the family
-from tests.seams.toy_kernels import weighted
+from tests.seams.toy import WeightedFunction, joined, of_rows  # registers the family
 from tests.support.settings import configured
 from tests.support.stages import check_step, step_of_task
 
@@ -41,7 +40,7 @@ class PlainToy:
         for index in range(self.config.model.blocks):
             x_TH = self.block(index, joined(index, x_TH, tensors) if tensors else x_TH)
             if tensors and index == 1:
-                tensors["halves"] = weighted(x_TH, tensors["classes"])
+                tensors["halves"] = WeightedFunction.in_torch(x_TH, tensors["classes"])
         return (x_TH @ self.weights["output.weight"]).unflatten(0, x_BSF.shape[:2])
 
     def squared_error(self, sample_ids: Sequence[int]) -> torch.Tensor:

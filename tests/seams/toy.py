@@ -2,7 +2,7 @@
 
 The family has blocks unlike GPT-2's: no attention, no norms, no biases, a gated MLP, two alternating widths. With
 ``skips``, tensors skip blocks: activations, integers and a mask.
-toy_kernels.py has its kernels, toy_torch.py the task.
+toy_torch.py has the task.
 
 Shapes: B samples, S rows of a sample, T rows, F features, H hidden, O outputs.
 """
@@ -70,10 +70,10 @@ class GatedMLPSpec(LayerSpec):
         return x_TH + await layer.down(SwigluFunction.apply(await layer.up(x_TH)))
 
 
-@kernel
+@kernel(lambda x_TF: (x_TF.like(x_TF.shape[:1], "int64"), x_TF.like(x_TF.shape[:1], "bool")))
 def of_rows(x_TF):
     """Return the integers and the mask, [T], of rows of data."""
-    return x_TF.like(x_TF.shape[:1], "int64"), x_TF.like(x_TF.shape[:1], "bool")
+    return (x_TF[:, :2] > 0).sum(1), x_TF[:, 2] > 0
 
 
 @planned_kernel
@@ -85,7 +85,9 @@ def elementwise(x, *others):
 class WeightedFunction(TorchFunction):
     """Half a tensor, times an integer or a mask for each row."""
 
-    torch_name = "weighted"
+    @staticmethod
+    def in_torch(x_TH, integers_T):
+        return 0.5 * x_TH * integers_T.unsqueeze(1)
 
     @staticmethod
     def forward(ctx, x, integers):
@@ -178,28 +180,28 @@ def own_part(tensor: Any, axis: Any) -> Any:
     return tensor.chunk(axis.size, -1)[axis.index]
 
 
-@kernel
+@kernel(lambda predicted, _: predicted.like(dtype=wide_dtype(predicted)))
 def errors_of(predicted, targets):
-    """Return the differences, at least in float32."""
-    return predicted.like(dtype=wide_dtype(predicted))
+    """Return the differences, at least in float32, the dtype of the targets."""
+    return predicted - targets
 
 
-@kernel
+@kernel(lambda errors: errors.like())
 def squares_of(errors):
     """Return the squares."""
-    return errors.like()
+    return errors.square()
 
 
-@kernel
+@kernel(lambda squares: squares.like((1,)))
 def sum_of(squares):
     """Return the sum, [1]."""
-    return squares.like((1,))
+    return squares.sum().view(1)
 
 
-@kernel
+@kernel(lambda errors, _: errors.like())
 def error_gradient(errors, d_loss):
     """Return the gradient of the errors."""
-    return errors.like()
+    return 2 * d_loss * errors
 
 
 class SquaredErrorFunction(Function):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 from gpt4d.parallel.comm import collectives
-from gpt4d.parallel.layers import attention_kernels
+from gpt4d.parallel.layers import attention_backends
 from gpt4d.parallel.resharding import messages
 from gpt4d.runtime import preflight
 from gpt4d.runtime.job import initialize
@@ -157,7 +157,7 @@ def simulated_job(
         stack.enter_context(patch.multiple(torch.cuda, **replaced))
         stack.enter_context(observed_threads(job))
         stack.enter_context(patch.object(dist, "new_group", new_simulated_group))
-        stack.enter_context(patch.object(attention_kernels, "has_variable_length_attention", lambda device: True))
+        stack.enter_context(patch.object(attention_backends, "has_variable_length_attention", lambda device: True))
         stack.callback(lambda: dist.destroy_process_group() if dist.is_initialized() else None)  # after an error
         launch, backend = Launch(rank, world_size), f"cpu:simulated,{DEVICE}:simulated"
         stack.enter_context(initialize(launch, dist.HashStore(), GPU, backend, 120.0, watchdog))

@@ -70,7 +70,7 @@ _FAULTS = [  # tests, module, claim, old fragment, new fragment
      "self.total += loss.detach()", "self.total += loss.item()"),
     (_ONE_DEVICE, "optim/optimizer.py", "the host does not read the gradient norm",
      "divisor = (norm / limit).clamp(min=1)", "divisor = torch.full_like(norm, norm.item() / limit).clamp(min=1)"),
-    (_ONE_DEVICE, "parallel/layers/heads_kernels.py", "constants are copied to the GPU once",
+    (_ONE_DEVICE, "parallel/layers/heads.py", "constants are copied to the GPU once",
      "@functools.cache", ""),
     (_DOCUMENTS, "task/language.py", "documents are counted on the host",
      "self._documents(inputs_BS, rows[:, :-1])", "self._documents(inputs_BS, inputs_BS)"),

@@ -60,7 +60,7 @@ def test_a_step_of_special_layers_has_no_race_and_keys_and_rows_arrive_meanwhile
     config = configured([*settings.split(), *sizes.split(), "model.heads=4", "train.batch_size=16"])
     problems, overlaps, *_ = simulate(train, config, world_size, rank)
     # The host waits only for the loads of experts. Routers multiply in float32.
-    problems = [problem for problem in problems if "routing_kernels.py" not in problem]
+    problems = [problem for problem in problems if "layers/routing.py" not in problem]
     assert not problems, "\n".join(problems)
     assert not collective or overlaps[collective] > 0
 

@@ -11,8 +11,8 @@ STEP = {
 FIRST = {
     ("gpt4d/parallel/comm/collectives.py", "probes.<locals>.exchange"),
     ("gpt4d/parallel/comm/stats.py", "seconds_between"),  # the first collective of a link
-    ("gpt4d/parallel/layers/group_norm_kernels.py", "_index"),
-    ("gpt4d/parallel/layers/heads_kernels.py", "_constant"),
+    ("gpt4d/parallel/layers/group_norm.py", "_index"),
+    ("gpt4d/parallel/layers/heads.py", "_constant"),
     ("gpt4d/parallel/random.py", "intervals"),
     ("gpt4d/runtime/preflight.py", "compute"),
     ("gpt4d/task/diffusion_process.py", "DiffusionProcess.__init__.<locals>.<genexpr>"),

@@ -1,8 +1,6 @@
 """Kernels with arguments, for tests of their shapes, their costs and their compiled functions."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -46,11 +44,6 @@ class Sizes(NamedTuple):
 
 SIZES = Sizes()  # statistics and parameters do not count
 ROWS, FEATURES = SIZES[:2]
-
-
-def function_of(kernel: Kernel) -> Callable:
-    """Return a kernel's function on torch's tensors, which is not compiled."""
-    return getattr(import_module(f"{kernel.__module__}_kernels"), kernel.__name__)
 
 
 def symbolic(value):

@@ -1,7 +1,7 @@
 """Interleaving of a microbatch's chunks with coroutines, and the execution of blocks (ATP paper, §4.1).
 
 Layers and blocks are coroutines. Between the start of a collective and the first use of its result, they await
-``YieldPoint()``, which lets the remaining chunks compute. No torch here: the planner interleaves layers on symbolic
+``YieldPoint()``, which lets the remaining chunks compute. The planner interleaves layers on symbolic
 tensors with the same code.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Coroutine, Generator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from gpt4d.parallel.lazy import torch
 from gpt4d.parallel.symbolic.kernels import TorchFunction, planned_kernel
 
 Result = TypeVar("Result")
@@ -63,7 +64,9 @@ def joined(*chunks):
 class JoinFunction(TorchFunction):
     """The concatenation of chunks along dim 0. The gradients of the chunks are views of its gradient."""
 
-    torch_name = "join"
+    @staticmethod
+    def in_torch(*chunks):
+        return torch.cat(chunks)
 
     @staticmethod
     def forward(ctx, *chunks):

@@ -1,1 +1,1 @@
-"""Layers on the 4-D grid: specs without torch, and a module `*_kernels` with the torch kernels of each."""
+"""Layers on the 4-D grid: each module has the spec of a layer and its kernels, and imports torch at their first use."""

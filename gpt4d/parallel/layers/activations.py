@@ -1,49 +1,80 @@
-"""Activation functions (GELU, SiLU, SwiGLU and GeGLU; Shazeer, 2020) and dropout. No torch here.
+"""Activation functions (GELU, SiLU, SwiGLU and GeGLU; Shazeer, 2020) and dropout.
 
 Dropout masks depend on (seed, layer, sample, position) only. They are equal on every grid and in a recomputation.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
+from gpt4d.parallel import random
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
+from gpt4d.parallel.lazy import F, torch
 from gpt4d.parallel.symbolic.kernels import Function, Kernel, TorchFunction, kernel, planned_kernel
 
+_ROWS = 128  # rows per partial sum: with them, torch.compile needs no second pass over the gradients
 
-@kernel
+
+@kernel(lambda x: x.like())
 def gelu(x):
     """Return ``gelu(x)`` with the tanh approximation."""
-    return x.like()
+    return F.gelu(x, approximate="tanh")
 
 
-@kernel(fused=True)
+@kernel(lambda d_out, x, bias: (x.like(), bias.like()), fused=True)
 def gelu_gradients(d_out, x, bias):
     """Return the gradients of the input [tokens, features] and of ``bias``, the input's gradient summed over tokens."""
-    return x.like(), bias.like()
+    backward, shape = torch.ops.aten.gelu_backward, bias.shape
+    if len(x) % _ROWS or len(x) == _ROWS:
+        d_x = backward(d_out, x, approximate="tanh")
+        return d_x, d_x.sum(0, dtype=bias.dtype).view(shape)
+    d_x = backward(d_out.unflatten(0, (-1, _ROWS)), x.unflatten(0, (-1, _ROWS)), approximate="tanh")
+    return d_x.flatten(0, 1), d_x.sum(1, dtype=bias.dtype).sum(0).view(shape)
 
 
-@kernel(fused=True)
+@kernel(lambda gate_and_up: gate_and_up.like((*gate_and_up.shape[:-2], gate_and_up.shape[-1])), fused=True)
 def swiglu(gate_and_up):
     """Return ``silu(gate) · up``, [..., features]. ``gate_and_up``: both tensors stacked, [..., 2, features]."""
-    return gate_and_up.like((*gate_and_up.shape[:-2], gate_and_up.shape[-1]))
+    return _gated(gate_and_up, F.silu)
 
 
-@kernel(fused=True)
+@kernel(lambda d_out, gate_and_up: gate_and_up.like(), fused=True)
 def swiglu_gradient(d_out, gate_and_up):
     """Return the gradient of the input of ``swiglu``."""
-    return gate_and_up.like()
+    return _gated_gradient(d_out, gate_and_up, F.silu, torch.ops.aten.silu_backward)
 
 
-@kernel(fused=True)
+@kernel(lambda gate_and_up: gate_and_up.like((*gate_and_up.shape[:-2], gate_and_up.shape[-1])), fused=True)
 def geglu(gate_and_up):
     """Return ``gelu(gate) · up`` with the tanh approximation. Shapes as for ``swiglu``."""
-    return gate_and_up.like((*gate_and_up.shape[:-2], gate_and_up.shape[-1]))
+    return _gated(gate_and_up, gelu.in_torch)
 
 
-@kernel(fused=True)
+@kernel(lambda d_out, gate_and_up: gate_and_up.like(), fused=True)
 def geglu_gradient(d_out, gate_and_up):
     """Return the gradient of the input of ``geglu``."""
-    return gate_and_up.like()
+    return _gated_gradient(d_out, gate_and_up, gelu.in_torch, partial(torch.ops.aten.gelu_backward, approximate="tanh"))
+
+
+def _gated(gate_and_up, activation: Callable):
+    """Return ``activation(gate) · up``."""
+    gate, up = gate_and_up.unbind(-2)
+    return activation(gate).mul_(up)
+
+
+def _gated_gradient(d_out, gate_and_up, activation: Callable, backward: Callable):
+    """Return the gradient of the input of ``_gated``. ``backward``: torch's backward of ``activation``."""
+    gate, up = gate_and_up.unbind(-2)
+    if torch.compiler.is_compiling():  # torch.compile does not support an out= argument that is a view
+        return torch.stack((backward(d_out * up, gate), activation(gate) * d_out), -2)
+    d_input = torch.empty_like(gate_and_up)
+    d_gate, d_up = d_input.unbind(-2)
+    torch.mul(activation(gate), d_out, out=d_up)
+    backward(d_out * up, gate, grad_input=d_gate)
+    return d_input
 
 
 @planned_kernel
@@ -103,7 +134,9 @@ class GegluFunction(GatedFunction):
 class SiluFunction(TorchFunction):
     """``silu(x)``. Only the input is saved."""
 
-    torch_name = "silu"
+    @staticmethod
+    def in_torch(x):
+        return F.silu(x)
 
     @staticmethod
     def forward(ctx, x):
@@ -125,16 +158,16 @@ def gelu_of_biased(x: Any, bias: Any) -> Any:
     return GeluFunction.apply(x, bias)
 
 
-@kernel(fused=True)
+@kernel(lambda x, *_: x.like(), fused=True)
 def dropped(x, rows, offset: int, p: float):
     """Return ``x / (1 - p)`` where ``random.keep_mask`` keeps an element of ``x`` [*rows, columns], else 0."""
-    return x.like()
+    return torch.where(random.keep_mask(rows, x.shape[-1], offset, p), x / (1 - p), 0)
 
 
-@kernel
+@kernel(lambda samples, *_: samples.like())
 def row_keys(samples, places, key: int):
     """Return the key of each row's mask, int64, from the sample of the row and its position in the sample."""
-    return samples.like()
+    return random.fold(random.fold(key, samples), places)
 
 
 class DropoutFunction(Function):

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention. Axes of the grid split the heads, so it needs no communication. No torch here.
+"""Scaled dot-product attention. Axes of the grid split the heads, so it needs no communication.
 
 Shapes: B: sequences; S: positions; T: tokens of all sequences; h: this rank's heads; s: size of a head.
 """
@@ -11,7 +11,9 @@ from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from gpt4d.parallel import random
 from gpt4d.parallel.layers.activations import DropoutFunction
+from gpt4d.parallel.layers.attention_backends import attention_of_documents, takes_documents, with_heads
 from gpt4d.parallel.layers.context_attention import (
     GatheredKeys,
     RingKeys,
@@ -22,24 +24,36 @@ from gpt4d.parallel.layers.context_attention import (
 )
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.sharding import local_heads
+from gpt4d.parallel.lazy import F, torch
 from gpt4d.parallel.symbolic.kernels import TorchFunction, kernel, planned_kernel
 from gpt4d.parallel.symbolic.tensor import wide_dtype
 
 
-@kernel
+@kernel(lambda sample_ids, places, key, first_head, heads: sample_ids.like((*sample_ids.shape, heads, places.shape[1])))
 def weight_rows(sample_ids, places, key: int, first_head: int, heads: int):
     """Return the key of the dropout mask of each row of attention weights, int64 [B, h, S]. ``places``: [B, S]."""
-    return sample_ids.like((*sample_ids.shape, heads, places.shape[1]))
+    device = sample_ids.device
+    numbers = torch.arange(first_head, first_head + heads, device=device)
+    rows = random.fold(random.fold(key, sample_ids)[:, None], numbers)[..., None]
+    return random.fold(rows, places[:, None])
 
 
-@kernel(unread=("q",))
+@kernel(lambda q, *_: q.like((q.shape[1], q.shape[1])), unread=("q",))
 def window_mask(q, documents, cache, window: int):
     """Return 0 for each key that a query attends to and -inf for other keys, [S, S] in the dtype of ``q``.
 
     A query attends to the last ``window`` keys up to its own token. Documents or a key-value cache restrict the keys
     further, and the mask is [B, 1, S, keys]. Return None if an NVIDIA GPU runs variable-length attention.
     """
-    return q.like((q.shape[1], q.shape[1]))
+    if documents is not None and takes_documents(q):
+        return None
+    allowed = None if documents is None else documents.mask
+    places = torch.arange(q.shape[1], device=q.device)[:, None]
+    if cache is not None:
+        allowed, places = cache.mask, cache.places[:, None, :, None]
+    keys = torch.arange(q.shape[1] if allowed is None else allowed.shape[-1], device=q.device)
+    hidden = (keys <= places - window) | (keys > places if allowed is None else ~allowed)
+    return torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
 
 
 # ------------------------------------------------------------------------------------------- keys and values
@@ -69,7 +83,9 @@ def sums_of_repeated(d_out, times: int):
 class RepeatedHeadsFunction(TorchFunction):
     """Key-value heads [B, S, heads, s], each repeated for the ``times`` query heads that it serves."""
 
-    torch_name = "repeated"
+    @staticmethod
+    def in_torch(x, times: int):
+        return x.repeat_interleave(times, 2)
 
     @staticmethod
     def forward(ctx, x, times: int):
@@ -125,7 +141,17 @@ class AttentionFunction(TorchFunction):
     attention; in other cases the mask contains it. ``scale``: as for ``AttentionSpec``. The planner has no documents.
     """
 
-    torch_name = "attention"
+    @staticmethod
+    def in_torch(q, k, v, documents, mask, causal: bool, window: int | None = None, scale: float | None = None):
+        if documents is not None and mask is None:
+            if takes_documents(q):
+                return attention_of_documents(q, k, v, documents.starts, window, scale).flatten(1)
+            mask, k, v = documents.mask, with_heads(k, q.shape[2]), with_heads(v, q.shape[2])
+        grouped = k.shape[2] != q.shape[2]
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        causal = causal and mask is None
+        mixed = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+        return mixed.transpose(1, 2).reshape(-1, mixed.shape[1] * mixed.shape[3])
 
     @staticmethod
     def forward(ctx, q, k, v, documents, mask, causal: bool, window: int | None = None, scale: float | None = None):
@@ -203,7 +229,16 @@ class ScoresFunction(TorchFunction):
     Arguments as for ``AttentionFunction``.
     """
 
-    torch_name = "scores"
+    @staticmethod
+    def in_torch(q, k, mask, causal: bool, scale: float | None = None):
+        q, k = (x.transpose(1, 2) for x in (q, k))
+        found = q @ k.transpose(-1, -2)
+        found = found / math.sqrt(q.shape[-1]) if scale is None else found * scale
+        if causal:
+            if mask is None:
+                mask = torch.ones(found.shape[-2:], dtype=torch.bool, device=q.device).tril_()
+            found = found.masked_fill(~mask, -torch.inf)
+        return found
 
     @staticmethod
     def forward(ctx, q, k, mask, causal: bool, scale: float | None = None):
@@ -225,7 +260,9 @@ class ScoresFunction(TorchFunction):
 class SoftmaxFunction(TorchFunction):
     """Attention weights of scores, over the last dim."""
 
-    torch_name = "softmax"
+    @staticmethod
+    def in_torch(scores):
+        return scores.softmax(-1)
 
     @staticmethod
     def forward(ctx, scores):
@@ -241,7 +278,9 @@ class SoftmaxFunction(TorchFunction):
 class MixedValuesFunction(TorchFunction):
     """The product [T, h·s] of attention weights [B, h, S, S] and values [B, S, h, s]."""
 
-    torch_name = "mixed_values"
+    @staticmethod
+    def in_torch(weights, v):
+        return (weights @ v.transpose(1, 2)).transpose(1, 2).reshape(-1, v.shape[2] * v.shape[3])
 
     @staticmethod
     def forward(ctx, weights, v):

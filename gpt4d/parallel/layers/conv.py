@@ -1,4 +1,4 @@
-"""Convolutions on the 4-D grid: Algorithm 1 of the 4D paper with input and output channels as k and n. No torch here.
+"""Convolutions on the 4-D grid: Algorithm 1 of the 4D paper with input and output channels as k and n.
 
 Activations are channels-last, [samples, height, width, channels]. Samples are split over data and z.
 """
@@ -15,6 +15,7 @@ from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.product import FEATURES, ProductContext, add_gradient_, multiply
 from gpt4d.parallel.layers.sharding import Axes
 from gpt4d.parallel.layout import Layout, Matrices, ParameterSpec
+from gpt4d.parallel.lazy import F, torch
 from gpt4d.parallel.symbolic.kernels import kernel
 
 
@@ -75,47 +76,113 @@ def _weight_gradient_flops(d_out, x, weight, *_: Any) -> int:
     return 2 * math.prod(d_out.shape) * x.shape[-1] * math.prod(weight.shape[2:])
 
 
-@kernel
+def choose_algorithms(device: torch.device, replicates: bool) -> None:
+    """Determine how cuDNN and MIOpen choose the algorithms of convolutions on a GPU.
+
+    cuDNN measures which algorithm is the fastest, unless results must not depend on it: if ranks compute equal values
+    from equal inputs (``replicates``), or torch uses deterministic algorithms. MIOpen takes minutes to measure.
+
+    Convolutions in fp32 do not use TF32, which torch permits by default for convolutions, but not for matrix products.
+    """
+    if device.type != "cuda":
+        return
+    torch.backends.cudnn.allow_tf32 = False
+    reproducible = replicates or torch.are_deterministic_algorithms_enabled()
+    torch.backends.cudnn.deterministic = replicates
+    torch.backends.cudnn.benchmark = not reproducible and torch.version.hip is None
+
+
+@kernel(lambda x, factor: x.like(_enlarged_shape(x, factor)))
 def enlarged(x, factor: int):
     """Return [B, height, width, channels] with each pixel repeated ``factor`` times along height and width."""
-    return x.like(_enlarged_shape(x, factor))
+    b, h, w, c = x.shape
+    return x[:, :, None, :, None].expand(b, h, factor, w, factor, c).reshape(b, h * factor, w * factor, c)
 
 
-@kernel
-def sums_of_repeated(d_large, factor: int):
-    """Return the gradient of the input of ``enlarged``, contiguous."""
+def _sums_of_repeated_results(d_large, factor: int):
     batch, height, width, channels = d_large.shape
     return d_large.like((batch, height // factor, width // factor, channels))
 
 
-@kernel(flops=_forward_flops)
-def convolution(x, weight, bias, settings: Convolution):
-    """Return the output for an upsampled input, [B, height, width, out channels], contiguous."""
+@kernel(_sums_of_repeated_results)
+def sums_of_repeated(d_large, factor: int):
+    """Return the gradient of the input of ``enlarged``, contiguous."""
+    b, h, w, c = d_large.shape
+    return d_large.reshape(b, h // factor, factor, w // factor, factor, c).sum((2, 4)).contiguous()
+
+
+def _out_first(weight: torch.Tensor, in_first: bool) -> torch.Tensor:
+    return weight.transpose(0, 1) if in_first else weight
+
+
+def _convolution_results(x, weight, bias, settings: Convolution):
     size = settings.convolved_size(x.shape[1:3], weight.shape[2:])
     return x.like((x.shape[0], *size, weight.shape[1 if settings.in_first else 0]))
 
 
-@kernel(flops=_input_gradient_flops, unread=("x",))
+@kernel(_convolution_results, flops=_forward_flops)
+def convolution(x, weight, bias, settings: Convolution):
+    """Return the output for an upsampled input, [B, height, width, out channels], contiguous."""
+    weight = _out_first(weight, settings.in_first)
+    out = F.conv2d(x.movedim(-1, 1), weight, bias, settings.stride, settings.padding)
+    return out.movedim(1, -1).contiguous()
+
+
+@kernel(
+    lambda d_out, weight, x, settings: x.like(_enlarged_shape(x, settings.upsampling)),
+    flops=_input_gradient_flops,
+    unread=("x",),
+)
 def convolution_input_gradient(d_out, weight, x, settings: Convolution):
     """Return the gradient of ``x`` after upsampling. It is contiguous if there is no upsampling."""
-    return x.like(_enlarged_shape(x, settings.upsampling))
+    b, h, w, c = x.shape
+    factor = settings.upsampling
+    if factor > 1:
+        x = x.new_empty(b, h * factor, w * factor, c)
+    d_x = _gradient(d_out, x.movedim(-1, 1), _out_first(weight, settings.in_first), settings, 0).movedim(1, -1)
+    return d_x if factor > 1 else d_x.contiguous()
 
 
-@kernel(flops=_weight_gradient_flops, unread=("weight",))
+def _convolution_weight_gradient_results(d_out, x, weight, settings: Convolution):
+    channels = (x.shape[-1], d_out.shape[-1]) if settings.in_first else (d_out.shape[-1], x.shape[-1])
+    return weight.like((*channels, *weight.shape[2:]))
+
+
+@kernel(_convolution_weight_gradient_results, flops=_weight_gradient_flops, unread=("weight",))
 def convolution_weight_gradient(d_out, x, weight, settings: Convolution):
     """Return the gradient of the gathered weight for an upsampled input.
 
     On a CPU it has the dtype of its shard ``weight``. On a GPU it has the dtype of the activations, so it is rounded to
     bf16 once if these are bf16.
     """
-    channels = (x.shape[-1], d_out.shape[-1]) if settings.in_first else (d_out.shape[-1], x.shape[-1])
-    return weight.like((*channels, *weight.shape[2:]))
+    dtype = weight.dtype if x.is_cpu else x.dtype
+    d_out, x = d_out.to(dtype), x.movedim(-1, 1).to(dtype)
+    shape = (d_out.shape[-1], x.shape[1], *weight.shape[2:])
+    return _out_first(_gradient(d_out, x, x.new_empty(1).expand(shape), settings, 1), settings.in_first)
 
 
-@kernel(unread=("weight",))
+@kernel(lambda gradient, weight: weight.like(gradient.shape), unread=("weight",))
 def as_stored(gradient, weight):
     """Return a weight's gradient in the dtype of its shard, contiguous."""
-    return weight.like(gradient.shape)
+    return gradient.to(weight.dtype).contiguous()
+
+
+def _gradient(d_out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, settings, which: int) -> torch.Tensor:
+    """Return the gradient of ``x`` (``which=0``) or of ``weight`` (1); only its shape and strides are read."""
+    mask, no_dilation, no_output_padding = [which == 0, which == 1, False], (1, 1), (0, 0)
+    return torch.ops.aten.convolution_backward(
+        d_out.movedim(-1, 1),
+        x,
+        weight,
+        None,
+        settings.stride,
+        settings.padding,
+        no_dilation,
+        False,
+        no_output_padding,
+        1,
+        mask,
+    )[which]
 
 
 @dataclass(frozen=True)

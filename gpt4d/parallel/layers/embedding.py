@@ -1,4 +1,4 @@
-"""Embeddings of tokens, positions and diffusion timesteps (Nichol & Dhariwal, 2021). No torch here.
+"""Embeddings of tokens, positions and diffusion timesteps (Nichol & Dhariwal, 2021).
 
 x splits the vocabulary, and z splits each rank's stored rows further. y splits the hidden features.
 """
@@ -15,6 +15,7 @@ from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.product import cast_to
 from gpt4d.parallel.layers.sharding import Axes
 from gpt4d.parallel.layout import Layout, ParameterSpec
+from gpt4d.parallel.lazy import F, torch
 from gpt4d.parallel.symbolic.kernels import Function, kernel
 from gpt4d.parallel.symbolic.tensor import wide_dtype
 
@@ -24,62 +25,74 @@ def _rows_bytes(table, ids) -> int:
     return 2 * math.prod(ids.shape) * table.nbytes // table.shape[0] + ids.nbytes
 
 
-@kernel(moved=lambda table, ids, first: _rows_bytes(table, ids))
+@kernel(
+    lambda table, ids, *_: (table.like((*ids.shape, table.shape[-1])), ids.like(), ids.like(dtype="bool")),
+    moved=lambda table, ids, first: _rows_bytes(table, ids),
+)
 def look_up(table, ids, first: int):
     """Return rows of a table that starts with id ``first``, their local indices, and a mask of other ranks' ids."""
-    return table.like((*ids.shape, table.shape[-1])), ids.like(), ids.like(dtype="bool")
+    local = ids - first
+    elsewhere = (local < 0) | (local >= len(table))
+    local = local.masked_fill_(elsewhere, 0)
+    return F.embedding(local, table), local, elsewhere
 
 
-@kernel
+@kernel(lambda rows, *_: rows)
 def clear_(rows, elsewhere):
     """Set the rows of other ranks' ids to zero in place."""
-    return rows
+    return rows.masked_fill_(elsewhere.unsqueeze(-1), 0)
 
 
-@kernel(unread=("weight",))
+@kernel(lambda d_rows, elsewhere, weight: d_rows.like(dtype=weight.dtype), unread=("weight",))
 def cleared(d_rows, elsewhere, weight):
     """Return the gradients of rows in the dtype of ``weight``, zero for other ranks' ids."""
-    return d_rows.like(dtype=weight.dtype)
+    return d_rows.to(weight.dtype).masked_fill(elsewhere.unsqueeze(-1), 0)
 
 
 @kernel(
+    lambda d_rows, local, count, added_to: added_to or d_rows.like((count, d_rows.shape[-1])),
     moved=lambda d_rows, local, count, added_to: (
         3 * d_rows.nbytes + local.nbytes + (0 if added_to else count * d_rows.nbytes // d_rows.shape[0])
-    )
+    ),
 )
 def table_gradient(d_rows, local, count: int, added_to):
     """Return the gradient of a table of ``count`` rows, added to ``added_to`` if given."""
-    return added_to or d_rows.like((count, d_rows.shape[-1]))
+    table = d_rows.new_zeros(count, d_rows.shape[-1]) if added_to is None else added_to
+    return table.index_add_(0, local.flatten(), d_rows.flatten(0, -2))
 
 
-@kernel(moved=lambda x, weight, length: 2 * x.nbytes + length * weight.nbytes // weight.shape[0])
+@kernel(
+    lambda x, *_: x.like(), moved=lambda x, weight, length: 2 * x.nbytes + length * weight.nbytes // weight.shape[0]
+)
 def add_positions(x, weight, length: int):
     """Return ``x`` [tokens, hidden] with the first ``length`` rows of a table added to each sequence."""
-    return x.like()
+    rows = weight[:length].to(x.dtype).expand(len(x) // length, -1, -1)
+    return (x.unflatten(0, (-1, length)) + rows).flatten(0, 1)
 
 
-@kernel(unread=("weight",))
+@kernel(lambda d_out, weight, *_: weight.like(), unread=("weight",))
 def positions_gradient(d_out, weight, length: int):
     """Return the gradient of the table of ``add_positions``: a sum over sequences in the table's dtype."""
-    return weight.like()
+    d_rows = d_out.unflatten(0, (-1, length)).sum(0, dtype=weight.dtype)
+    return F.pad(d_rows, (0, 0, 0, weight.shape[0] - length))
 
 
-@kernel(moved=lambda x, weight, positions: 2 * x.nbytes + _rows_bytes(weight, positions))
+@kernel(lambda x, *_: x.like(), moved=lambda x, weight, positions: 2 * x.nbytes + _rows_bytes(weight, positions))
 def add_rows_at(x, weight, positions):
     """Return ``x`` [tokens, hidden] with the rows of a table at ``positions`` [tokens] added."""
-    return x.like()
+    return x + F.embedding(positions, weight).to(x.dtype)
 
 
-@kernel(unread=("weight",))
+@kernel(lambda d_out, weight, *_: weight.like(), unread=("weight",))
 def rows_at_gradient(d_out, weight, positions):
     """Return the gradient of the table of ``add_rows_at``."""
-    return weight.like()
+    return torch.ops.aten.embedding_dense_backward(d_out.to(weight.dtype), positions, weight.shape[0], -1, False)
 
 
-@kernel
+@kernel(lambda x, *_: x.like())
 def multiplied(x, factor: float):
     """Return ``x`` times a factor that is rounded to its dtype."""
-    return x.like()
+    return x * torch.tensor(factor, dtype=x.dtype)
 
 
 class LookupFunction(Function):
@@ -210,15 +223,19 @@ class EmbeddingFactorSpec(LayerSpec):
 
 
 UNSHARDED = Axes(None, None)
+_MAX_PERIOD = 10000.0
 
 
-@kernel
+@kernel(lambda timesteps, channels: timesteps.like((*timesteps.shape, channels), wide_dtype(timesteps)))
 def sinusoids(timesteps, channels: int):
     """Return cosines and then sines of timesteps [B] at frequencies from 1 down to 1/10000, float32 [B, channels].
 
     The result is float64 for float64 timesteps. ``channels`` is even.
     """
-    return timesteps.like((*timesteps.shape, channels), wide_dtype(timesteps))
+    dtype = timesteps.dtype if timesteps.dtype == torch.float64 else torch.float32
+    exponents = torch.arange(channels // 2, dtype=dtype, device=timesteps.device) / (channels // 2)
+    angles = timesteps[:, None].to(dtype) * torch.exp(-math.log(_MAX_PERIOD) * exponents)
+    return torch.cat((angles.cos(), angles.sin()), -1)
 
 
 @dataclass(frozen=True)

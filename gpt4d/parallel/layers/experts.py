@@ -1,4 +1,4 @@
-"""Experts of a mixture on the 4-D grid: z splits the experts, x and y split each expert's features. No torch here.
+"""Experts of a mixture on the 4-D grid: z splits the experts, x and y split each expert's features.
 
 With ``parallel.expert_data``, data also splits the experts. Each rank sends the activations of its tokens to the ranks
 with their experts. The number of rows that an expert receives depends on the routing, and no token is dropped.
@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 
 from gpt4d.parallel.layers.exchange import AllToAll, Exchanges, Summed, SummedGradient, exchanged
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
+from gpt4d.parallel.layers.matmul import matmul, product
 from gpt4d.parallel.layers.product import TOKENS, ProductContext, Recomputable, multiply, start_gather
 from gpt4d.parallel.layers.routing import Routing
 from gpt4d.parallel.layout import Layout, Matrices, ParameterSpec
+from gpt4d.parallel.lazy import F, torch
 from gpt4d.parallel.symbolic.kernels import Function, kernel
 from gpt4d.parallel.symbolic.tensor import SymbolicTensor
 
@@ -40,7 +42,26 @@ def _on_cpu(result: SymbolicTensor) -> int:
     return result.nbytes if result.is_cpu else 0
 
 
+def _grouped(x) -> bool:
+    """Return whether one kernel multiplies the rows of all experts: for bf16 on GPUs."""
+    return not x.is_cpu and x.dtype == torch.bfloat16
+
+
+def _ends(rows_E):
+    return rows_E.cumsum(0, dtype=torch.int32)
+
+
+def _joined(parts):
+    """Concatenate the results of experts. The result of one expert is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _matrices(weight):
+    return weight.flatten(2)
+
+
 @kernel(
+    _linear,
     flops=lambda x_RK, weight, rows_E: _flops(x_RK, weight),
     copied=lambda *args: 2 * _on_cpu(_linear(*args)),
     temporary=lambda *args: _on_cpu(_linear(*args)),
@@ -53,10 +74,16 @@ def grouped_linear(x_RK, weight, rows_E):
         weight: [E, K, *N].
         rows_E: number of rows of each expert, int64.
     """
-    return _linear(x_RK, weight, rows_E)
+    if _grouped(x_RK):
+        out = F.grouped_mm(x_RK, _matrices(weight), offs=_ends(rows_E))
+    else:
+        parts = x_RK.split(rows_E.tolist())
+        out = _joined([matmul(part, matrix) for part, matrix in zip(parts, _matrices(weight), strict=True)])
+    return out.view(len(x_RK), *weight.shape[2:])
 
 
 @kernel(
+    lambda d_out_RN, weight, x_RK, *_: x_RK.like(),
     flops=lambda d_out_RN, weight, x_RK, rows_E: _flops(x_RK, weight),
     unread=("x_RK",),
     copied=lambda d_out_RN, weight, x_RK, rows_E: 2 * _on_cpu(x_RK),
@@ -64,10 +91,15 @@ def grouped_linear(x_RK, weight, rows_E):
 )
 def grouped_input_gradient(d_out_RN, weight, x_RK, rows_E):
     """Return the gradient of the input of ``grouped_linear``."""
-    return x_RK.like()
+    d_rows, matrices = d_out_RN.flatten(1), _matrices(weight).transpose(1, 2)
+    if _grouped(d_rows):
+        return F.grouped_mm(d_rows, matrices, offs=_ends(rows_E))
+    parts = d_rows.split(rows_E.tolist())
+    return _joined([matmul(part, matrix) for part, matrix in zip(parts, matrices, strict=True)])
 
 
 @kernel(
+    lambda d_out_RN, x_RK, weight, added_to, *_: added_to or weight.like(),
     flops=lambda d_out_RN, x_RK, weight, added_to, rows_E: _flops(x_RK, weight),
     unread=("weight",),
     copied=lambda d_out_RN, x_RK, weight, added_to, rows_E: 0 if added_to else 2 * _on_cpu(weight),
@@ -75,7 +107,17 @@ def grouped_input_gradient(d_out_RN, weight, x_RK, rows_E):
 )
 def grouped_weight_gradient(d_out_RN, x_RK, weight, added_to, rows_E):
     """Return the gradient of the weight in the dtype of its master ``weight``, added to ``added_to`` if given."""
-    return added_to or weight.like()
+    # torch's grouped kernel supports only results in bf16, to which each microbatch's gradient is rounded once.
+    d_rows = d_out_RN.flatten(1)
+    if _grouped(x_RK):
+        gradient = F.grouped_mm(x_RK.t(), d_rows, offs=_ends(rows_E)).view(weight.shape)
+        return gradient.to(weight.dtype) if added_to is None else added_to.add_(gradient)
+    parts = zip(x_RK.split(rows_E.tolist()), d_rows.split(rows_E.tolist()), strict=True)
+    if added_to is None:
+        return _joined([product(x.t(), d, weight.dtype) for x, d in parts]).view(weight.shape)
+    for total, (x, d) in zip(_matrices(added_to), parts, strict=True):
+        product(x.t(), d, weight.dtype, total)
+    return added_to
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +136,12 @@ class GroupedMatmul:
         return grouped_weight_gradient(d_out_BN, x_BK, weight, added_to, self.rows_E)
 
 
-@kernel
+def _in_expert_order_results(experts, count: int):
+    rows = experts.like((experts.nbytes // experts.itemsize,))
+    return rows, rows.like(), rows.like((count,))
+
+
+@kernel(_in_expert_order_results)
 def in_expert_order(experts, count: int):
     """Return how to sort rows by their experts: the order, the place of each row in it, and the rows of each expert.
 
@@ -102,29 +149,40 @@ def in_expert_order(experts, count: int):
         experts: the expert of each row, of any shape, int64.
         count: number of experts.
     """
-    rows = experts.like((experts.nbytes // experts.itemsize,))
-    return rows, rows.like(), rows.like((count,))
+    experts = experts.flatten()
+    order = experts.argsort(stable=True)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    rows = order.new_zeros(count).scatter_add_(0, experts, order.new_ones(()).expand(len(experts)))
+    return order, place, rows
 
 
-@kernel
+@kernel(lambda rows_of_ranks, ranks, total: rows_of_ranks.like((total,)))
 def experts_of_rows(rows_of_ranks, ranks: int, total: int):
     """Return the expert of each received row, of ``total``.
 
     ``rows_of_ranks``: number of rows from each rank for each of this rank's experts, rank by rank.
     """
-    return rows_of_ranks.like((total,))
+    experts = torch.arange(len(rows_of_ranks) // ranks, device=rows_of_ranks.device).repeat(ranks)
+    return experts.repeat_interleave(rows_of_ranks, output_size=total)
 
 
-@kernel(moved=lambda x, order, each: 2 * order.shape[0] * x.nbytes // x.shape[0] + order.nbytes)
+@kernel(
+    lambda x, order, *_: x.like((order.shape[0], *x.shape[1:])),
+    moved=lambda x, order, each: 2 * order.shape[0] * x.nbytes // x.shape[0] + order.nbytes,
+)
 def selected_rows(x, order, each: int):
     """Return the rows of ``x`` that ``order`` lists, where each row of ``x`` counts as ``each`` rows."""
-    return x.like((order.shape[0], *x.shape[1:]))
+    return x.index_select(0, order if each == 1 else order // each)
 
 
-@kernel(moved=lambda rows, place, each: 3 * rows.nbytes + rows.nbytes // each + place.nbytes)
+@kernel(
+    lambda rows, place, each: rows.like((place.shape[0] // each, *rows.shape[1:])),
+    moved=lambda rows, place, each: 3 * rows.nbytes + rows.nbytes // each + place.nbytes,
+)
 def summed_rows(rows, place, each: int):
     """Return the sums of ``each`` rows, which are at consecutive entries of ``place``, in this order."""
-    return rows.like((place.shape[0] // each, *rows.shape[1:]))
+    return rows.index_select(0, place).unflatten(0, (-1, each)).sum(1)
 
 
 class SelectedRowsFunction(Function):
@@ -155,16 +213,22 @@ class SummedRowsFunction(Function):
         return selected_rows(d_sums, ctx.order, ctx.each), None, None, None
 
 
-@kernel(fused=True)
+@kernel(lambda gate_and_up, *_: gate_and_up.like((gate_and_up.shape[0], gate_and_up.shape[2])), fused=True)
 def weighted_swiglu(gate_and_up, weights):
     """Return ``silu(gate) · up · weight``, [R, N]. ``gate_and_up``: [R, 2, N]; ``weights``: [R, 1]."""
-    return gate_and_up.like((gate_and_up.shape[0], gate_and_up.shape[2]))
+    gate, up = gate_and_up.unbind(-2)
+    return (F.silu(gate) * up * weights).to(gate_and_up.dtype)
 
 
-@kernel(fused=True)
+@kernel(lambda d_out, gate_and_up, weights: (gate_and_up.like(), weights.like()), fused=True)
 def weighted_swiglu_gradients(d_out, gate_and_up, weights):
     """Return the gradients of both arguments of ``weighted_swiglu``; N is summed locally."""
-    return gate_and_up.like(), weights.like()
+    gate, up = gate_and_up.unbind(-2)
+    activated = F.silu(gate)
+    d_weights = (d_out * activated * up).sum(-1, keepdim=True, dtype=weights.dtype)
+    d_product = (d_out * weights).to(d_out.dtype)
+    d_gate = torch.ops.aten.silu_backward(d_product * up, gate)
+    return torch.stack((d_gate, d_product * activated), -2), d_weights
 
 
 class WeightedSwigluFunction(Function):

@@ -1,4 +1,4 @@
-"""Float8 products of linear layers and the float8 all-gather of their weights (``train.precision=fp8``). No torch here.
+"""Float8 products of linear layers and the float8 all-gather of their weights (``train.precision=fp8``).
 
 A tensor is converted with one scale, dynamically: activations and weights to e4m3, gradients to e5m2. The products
 accumulate in float32. Outputs and the gradients of inputs have the compute dtype, gradients of weights float32. Master
@@ -18,60 +18,134 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from gpt4d.config import ConfigError
 from gpt4d.parallel.comm.pending import Pending
+from gpt4d.parallel.compile import fused
 from gpt4d.parallel.layers.product import add_gradient_, cast_to
 from gpt4d.parallel.layout import ParameterSpec
+from gpt4d.parallel.lazy import torch
 from gpt4d.parallel.symbolic.kernels import kernel
 
 VALUES, GRADIENTS = "float8_e4m3fn", "float8_e5m2"
 LARGEST = {VALUES: 7, GRADIENTS: 14}  # a converted tensor's largest absolute value is between 2**n and 2**(n + 1)
 SCALE_BYTES = 16  # a float32, padded so that all shards of a gathered weight are aligned
 
+_LARGEST_EXPONENT, _MANTISSA_BITS = 254, 23  # of float32, the exponent with its bias
+_SCALE = slice(-SCALE_BYTES, -SCALE_BYTES + 4)  # the bytes of the scale at the end of a packed weight
+_FIRST_CAPABILITY = (8, 9)  # GPUs with float8 products
 
-@kernel(fused=True)
+
+def supports(device: torch.device) -> bool:
+    """Return whether a device has float8 products. A CPU emulates them. AMD's GPUs have other values of float8."""
+    if device.type != "cuda":
+        return True
+    return not torch.version.hip and torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY
+
+
+def check_device(device: torch.device) -> None:
+    """Raise ConfigError unless the rank's device has float8 products."""
+    if not supports(device):
+        raise ConfigError(
+            f"train.precision=fp8: {torch.cuda.get_device_name(device)} has no float8 products that gpt4d supports; "
+            "use train.precision=bf16, or an NVIDIA GPU of compute capability 8.9 or higher"
+        )
+
+
+@kernel(lambda x, *_: x.like((), "float32"), fused=True)
 def scale(x, dtype: str):
     """Return the power of two by which ``x`` is divided before its conversion to a float8 dtype."""
-    return x.like((), "float32")
+    # The scale is NaN, as are all products with ``x``, if ``x`` contains infinity or NaN.
+    maximum = torch.linalg.vector_norm(x, torch.inf).float()
+    exponent = (maximum.view(torch.int32) >> _MANTISSA_BITS).clamp(LARGEST[dtype] + 1, _LARGEST_EXPONENT)
+    power = ((exponent - LARGEST[dtype]) << _MANTISSA_BITS).view(torch.float32)
+    return torch.where(maximum.isfinite(), power, torch.nan)
 
 
-@kernel(fused=True, unread=("scale",))
+@kernel(
+    lambda x, scale, dtype, transposed: x.like(x.shape[::-1] if transposed else x.shape, dtype),
+    fused=True,
+    unread=("scale",),
+)
 def quantized(x, scale, dtype: str, transposed: bool):
     """Return a matrix [T, K] divided by ``scale`` in a float8 dtype, or its transpose [K, T]."""
-    return x.like(x.shape[::-1] if transposed else x.shape, dtype)
+    values = (x.t() if transposed else x).float() / scale
+    return _contiguous_like(values, getattr(torch, dtype)).copy_(values)
 
 
-@kernel(blocks=lambda *_: 1, unread=("scale",))
+@kernel(
+    lambda shard, *_: shard.like((math.prod(shard.shape) + SCALE_BYTES,), "uint8"),
+    blocks=lambda *_: 1,
+    unread=("scale",),
+)
 def packed(shard, scale):
     """Return a weight [K, *N] as float8 values [N, K] and their scale in one vector of bytes."""
-    return shard.like((math.prod(shard.shape) + SCALE_BYTES,), "uint8")
+    out = shard.new_empty(shard.numel() + SCALE_BYTES, dtype=torch.uint8)
+    values, of_values = unpacked.in_torch(out, len(shard))
+    write_values(values, shard.flatten(1), scale)
+    of_values.copy_(scale)
+    return out
 
 
-@kernel(blocks=lambda *_: 1)
+@fused
+def write_values(out: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> None:
+    """Write the transpose of ``weight``, divided by ``scale``."""
+    out.copy_(weight.t().float() / scale)
+
+
+@kernel(lambda shards, parts, *_: shards.like((shards.shape[0] - (parts - 1) * SCALE_BYTES,)), blocks=lambda *_: 1)
 def joined(shards, parts: int, rows: int):
     """Return a packed weight of one scale from the consecutive packed shards of its rows, ``rows`` each."""
-    return shards.like((shards.shape[0] - (parts - 1) * SCALE_BYTES,))
+    by_shard = shards.view(parts, -1)
+    scales = by_shard[:, _SCALE].view(torch.float32)
+    largest = scales.amax()
+    out = shards.new_empty(len(shards) - (parts - 1) * SCALE_BYTES)
+    values, scale = unpacked.in_torch(out, parts * rows)
+    shard_values = by_shard[:, :-SCALE_BYTES].view(getattr(torch, VALUES)).unflatten(1, (-1, rows))
+    write_joined(values.unflatten(1, (parts, rows)), shard_values, scales / largest)
+    scale.copy_(largest)
+    return out
 
 
-@kernel(free=True)
-def unpacked(weight, rows: int):
-    """Return views of a packed weight: its values [N, K] with K = ``rows``, and its scale."""
+@fused
+def write_joined(out: torch.Tensor, shards: torch.Tensor, factors: torch.Tensor) -> None:
+    """Write ``shards``, multiplied by ``factors``, with their first dim second."""
+    out.copy_((shards.float() * factors.unsqueeze(-1)).movedim(0, 1))
+
+
+def _unpacked_results(weight, rows: int):
     values = (weight.shape[0] - SCALE_BYTES) // rows, rows
     return weight.like(values, VALUES), weight.like((1,), "float32")
 
 
-@kernel(fused=True)
+@kernel(_unpacked_results, free=True)
+def unpacked(weight, rows: int):
+    """Return views of a packed weight: its values [N, K] with K = ``rows``, and its scale."""
+    return weight[:-SCALE_BYTES].view(getattr(torch, VALUES)).view(-1, rows), weight[_SCALE].view(torch.float32)
+
+
+@kernel(lambda values: values.like(values.shape[::-1]), fused=True)
 def transposed(values):
     """Return the contiguous transpose of a matrix of float8 values."""
-    return values.like(values.shape[::-1])
+    return _contiguous_like(values.t(), values.dtype).copy_(values.t())
 
 
-@kernel(flops=lambda a, b, *_: 2 * math.prod(a.shape) * b.shape[0], float8=True, unread=("scale_a", "scale_b"))
+def _contiguous_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+@kernel(
+    lambda a, b, scale_a, scale_b, bias, dtype, *_: a.like((a.shape[0], b.shape[0]), dtype),
+    flops=lambda a, b, *_: 2 * math.prod(a.shape) * b.shape[0],
+    float8=True,
+    unread=("scale_a", "scale_b"),
+)
 def float8_product(a, b, scale_a, scale_b, bias, dtype, fast: bool):
     """Return ``scale_a·scale_b·(a @ b.T) + bias`` of float8 matrices [M, K] and [N, K] in ``dtype``.
 
     ``fast``: on Hopper, sums are accumulated with fewer bits than float32.
     """
-    return a.like((a.shape[0], b.shape[0]), dtype)
+    # torch multiplies a row-major by a column-major matrix.
+    return torch._scaled_mm(a, b.t(), scale_a, scale_b, bias=bias, out_dtype=dtype, use_fast_accum=fast)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Keys and values of grouped-query attention, and rotary position embedding (Su et al., 2021). No torch here.
+"""Keys and values of grouped-query attention, and rotary position embedding (Su et al., 2021).
 
 The axes that split the query heads split the columns of keys and values equally, even if there are more ranks than
 key-value heads. In that case a rank computes a part of a key-value head and all-gathers the rest. No column is
@@ -7,6 +7,7 @@ replicated, so gradients need no further all-reduce.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,15 @@ from weakref import WeakKeyDictionary
 from gpt4d.parallel.layers import sharding
 from gpt4d.parallel.layers.exchange import GatheredFeatures, exchanged
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
+from gpt4d.parallel.layers.product import cast_to
+from gpt4d.parallel.lazy import torch
 from gpt4d.parallel.symbolic.kernels import Function, TorchFunction, kernel, planned_kernel
+
+
+@functools.cache
+def _constant(values: tuple, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor of ``values``. It is copied to the device once, because the host waits for each copy."""
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 @planned_kernel
@@ -45,7 +54,9 @@ def gradient_of_heads(d_heads, count: int):
 class StackedFunction(TorchFunction):
     """Columns of keys and of values as one tensor, [2, ...]."""
 
-    torch_name = "stacked"
+    @staticmethod
+    def in_torch(k, v):
+        return torch.stack((k, v))
 
     @staticmethod
     def forward(ctx, k, v):
@@ -59,7 +70,9 @@ class StackedFunction(TorchFunction):
 class ConsecutiveHeadsFunction(TorchFunction):
     """A view of heads ``first`` to ``stop`` of [..., heads, size]."""
 
-    torch_name = "consecutive"
+    @staticmethod
+    def in_torch(heads, first: int, stop: int):
+        return heads[..., first:stop, :]
 
     @staticmethod
     def forward(ctx, heads, first: int, stop: int):
@@ -74,7 +87,9 @@ class ConsecutiveHeadsFunction(TorchFunction):
 class SelectedHeadsFunction(TorchFunction):
     """Copies of the heads of [..., heads, size] with the indices ``numbers``, which may repeat."""
 
-    torch_name = "selected"
+    @staticmethod
+    def in_torch(heads, numbers: tuple[int, ...]):
+        return heads[..., _constant(numbers, torch.int64, heads.device), :]
 
     @staticmethod
     def forward(ctx, heads, numbers: tuple[int, ...]):
@@ -139,20 +154,28 @@ def _rotated_bytes(x, cos, sin, direction: int) -> int:
     return 2 * x.nbytes + (cos.nbytes + sin.nbytes) // 4
 
 
-@kernel(fused=True, moved=_rotated_bytes)
+@kernel(lambda x, *_: x.like(), fused=True, moved=_rotated_bytes)
 def rotated(x, cos, sin, direction: int):
     """Rotate pairs of features [..., heads, size] by the angles, or back if ``direction`` is -1."""
-    return x.like()
+    exchanged = x.roll(x.shape[-1] // 2, -1)
+    return cast_to.in_torch((x * cos).addcmul_(exchanged, sin, value=direction), x.dtype)
 
 
-@kernel(unread=("like",))
+def _rotations_results(positions, like, frequencies: tuple[float, ...], scale: float):
+    shape = (*positions.shape, 1, 2 * len(frequencies))
+    return tuple(positions.like(shape, "float64" if like.dtype == "float64" else "float32") for _ in range(2))
+
+
+@kernel(_rotations_results, unread=("like",))
 def rotations(positions, like, frequencies: tuple[float, ...], scale: float):
     """Return the scaled cosines and sines of the angles, [batch, sequence, 1, size], in float32 or float64.
 
     Both are repeated for the second feature of each pair. The sines of the first features are negative.
     """
-    shape = (*positions.shape, 1, 2 * len(frequencies))
-    return tuple(positions.like(shape, "float64" if like.dtype == "float64" else "float32") for _ in range(2))
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    angles = positions[..., None, None] * _constant(frequencies, dtype, like.device)
+    cos, sin = angles.cos() * scale, angles.sin() * scale
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
 class RotationFunction(Function):

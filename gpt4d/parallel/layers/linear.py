@@ -1,4 +1,4 @@
-"""Linear layers on the 4-D grid (4D paper, Algorithm 1), the output head, and concatenations. No torch here.
+"""Linear layers on the 4-D grid (4D paper, Algorithm 1), the output head, and concatenations.
 
 Shapes: B: any number of batch dims. K and N: this rank's input features and output features. A concatenation of
 activations whose channels are split needs no communication.
@@ -16,9 +16,11 @@ from gpt4d.parallel.layers import sharding
 from gpt4d.parallel.layers.float8 import Float8Matmul
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.lora import Adapter, AdapterSpec
+from gpt4d.parallel.layers.matmul import matmul, product
 from gpt4d.parallel.layers.product import FEATURES, Operation, ProductContext, multiply
 from gpt4d.parallel.layers.sharding import Axes
 from gpt4d.parallel.layout import Layout, Matrices, ParameterSpec
+from gpt4d.parallel.lazy import torch
 from gpt4d.parallel.symbolic import kernels
 from gpt4d.parallel.symbolic.kernels import TorchFunction, kernel, planned_kernel
 from gpt4d.parallel.symbolic.tensor import ITEMSIZE
@@ -28,16 +30,44 @@ def _rows(x_BK) -> int:
     return math.prod(x_BK.shape[:-1])
 
 
-@kernel(flops=lambda x_BK, weight, *_: 2 * _rows(x_BK) * math.prod(weight.shape))
+# These functions avoid views of matrices: at small sizes a view takes as long as a product.
+
+
+def _matrix(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight without separate dims of its columns."""
+    return weight if weight.dim() == 2 else weight.flatten(1)
+
+
+def _as_rows(x: torch.Tensor, columns: int) -> torch.Tensor:
+    """Return an activation as a matrix with ``columns`` columns."""
+    return x if x.dim() == 2 and x.shape[1] == columns else x.reshape(-1, columns)
+
+
+@kernel(
+    lambda x_BK, weight, bias, transposed: x_BK.like(
+        (*x_BK.shape[:-1], *(weight.shape[:1] if transposed else weight.shape[1:]))
+    ),
+    flops=lambda x_BK, weight, *_: 2 * _rows(x_BK) * math.prod(weight.shape),
+)
 def linear(x_BK, weight, bias, transposed: bool):
     """Return ``x·W + b`` with a weight [K, *N], or [N, K] if ``transposed``, as an embedding is."""
-    return x_BK.like((*x_BK.shape[:-1], *(weight.shape[:1] if transposed else weight.shape[1:])))
+    w = _matrix(weight)
+    out = matmul(_as_rows(x_BK, x_BK.shape[-1]), w.t() if transposed else w, None if bias is None else bias.flatten())
+    if x_BK.dim() == weight.dim() == 2:
+        return out
+    return out.view(*x_BK.shape[:-1], *(weight.shape[:1] if transposed else weight.shape[1:]))
 
 
-@kernel(flops=lambda d_out_BN, weight, x_BK, _: 2 * _rows(x_BK) * math.prod(weight.shape), unread=("x_BK",))
+@kernel(
+    lambda d_out_BN, weight, x_BK, *_: x_BK.like(),
+    flops=lambda d_out_BN, weight, x_BK, _: 2 * _rows(x_BK) * math.prod(weight.shape),
+    unread=("x_BK",),
+)
 def linear_input_gradient(d_out_BN, weight, x_BK, transposed: bool):
     """Return the gradient of the input, in the shape of ``x_BK``."""
-    return x_BK.like()
+    w = _matrix(weight) if transposed else _matrix(weight).t()
+    d_x = matmul(_as_rows(d_out_BN, w.shape[0]), w)
+    return d_x if x_BK.dim() == 2 else d_x.view(x_BK.shape)
 
 
 def _temporary_bytes(d_out_BN, x_BK, weight, added_to, transposed: bool) -> int:
@@ -54,7 +84,13 @@ def _temporary_bytes(d_out_BN, x_BK, weight, added_to, transposed: bool) -> int:
     return (converted + product) * ITEMSIZE[weight.dtype]
 
 
+def _linear_weight_gradient_results(d_out_BN, x_BK, weight, added_to, transposed: bool):
+    rows = x_BK.shape[-1] * math.prod(d_out_BN.shape) // _rows(x_BK) // math.prod(weight.shape[1:])
+    return added_to or weight.like((rows, *weight.shape[1:]))
+
+
 @kernel(
+    _linear_weight_gradient_results,
     flops=lambda d_out_BN, x_BK, *_: 2 * math.prod(d_out_BN.shape) * x_BK.shape[-1],
     unread=("weight",),
     temporary=_temporary_bytes,
@@ -64,8 +100,14 @@ def linear_weight_gradient(d_out_BN, x_BK, weight, added_to, transposed: bool):
 
     On a GPU the kernel of the product adds it. On a CPU both factors are first converted to the dtype of the weight.
     """
-    rows = x_BK.shape[-1] * math.prod(d_out_BN.shape) // _rows(x_BK) // math.prod(weight.shape[1:])
-    return added_to or weight.like((rows, *weight.shape[1:]))
+    rows = _as_rows(x_BK, x_BK.shape[-1])
+    d_rows = _as_rows(d_out_BN, math.prod(d_out_BN.shape[x_BK.dim() - 1 :]))
+    left, right = (d_rows, rows) if transposed else (rows, d_rows)
+    if added_to is None:
+        gradient = product(left.t(), right, weight.dtype)
+        return gradient if weight.dim() == 2 else gradient.view(-1, *weight.shape[1:])
+    product(left.t(), right, weight.dtype, _matrix(added_to))
+    return added_to
 
 
 @dataclass(frozen=True)
@@ -246,7 +288,11 @@ def _parts(concatenation, sizes: tuple[int, ...]):
 class ConcatenationFunction(TorchFunction):
     """The concatenation of tensors along channels. The last argument is the number of channels per piece of each."""
 
-    torch_name = "concatenated"
+    @staticmethod
+    def in_torch(*arguments):
+        *parts, sizes = arguments
+        interleaved = [part.unflatten(-1, (-1, size)) for part, size in zip(parts, sizes, strict=True)]
+        return torch.cat(interleaved, -1).flatten(-2)
 
     @staticmethod
     def forward(ctx, *arguments):
@@ -261,7 +307,9 @@ class ConcatenationFunction(TorchFunction):
 class SeparationFunction(TorchFunction):
     """The tensors of a concatenation. ``sizes``: number of channels per piece of each tensor."""
 
-    torch_name = "separated"
+    @staticmethod
+    def in_torch(concatenation, sizes: tuple[int, ...]):
+        return tuple(part.flatten(-2) for part in concatenation.unflatten(-1, (-1, sum(sizes))).split(sizes, -1))
 
     @staticmethod
     def forward(ctx, concatenation, sizes: tuple[int, ...]):

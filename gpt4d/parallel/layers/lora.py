@@ -1,4 +1,4 @@
-"""Low-rank adapters of linear layers (LoRA, Hu et al., 2021): ``Y = X·W + scale·(X·A)·B``. No torch here.
+"""Low-rank adapters of linear layers (LoRA, Hu et al., 2021): ``Y = X·W + scale·(X·A)·B``.
 
 Shapes: B: any number of batch dims. K and N: this rank's input features and output features. R: the sum of the
 ranks of a layer's adapters.
@@ -22,30 +22,43 @@ from typing import Any
 from gpt4d.parallel.layers.product import Operation, add_gradient_, cast, placeholder
 from gpt4d.parallel.layers.sharding import Axes, named
 from gpt4d.parallel.layout import Layout, ParameterSpec
+from gpt4d.parallel.lazy import torch
 from gpt4d.parallel.symbolic.kernels import kernel
 
 A, B = "lora_a", "lora_b"  # names of an adapter's parameters
 
 
-@kernel
+@kernel(lambda b, scale, sizes: b.like((len(sizes) * b.shape[0], *b.shape[1:])))
 def spread(b, scale: float, sizes: tuple[int, ...]):
     """Return ``scale·b`` [rank, *N] as [R, *N], where the rows of one adapter are zero in columns of other adapters.
 
     The columns repeat the pattern ``sizes``: columns of the first adapter, then of the second, and so on.
     """
-    return b.like((len(sizes) * b.shape[0], *b.shape[1:]))
+    if len(sizes) == 1:
+        return b * scale
+    rank, pattern = b.shape[0], sum(sizes)
+    columns = (b * scale).reshape(rank, -1, pattern).split(sizes, -1)
+    result = b.new_zeros(len(sizes), rank, columns[0].shape[1], pattern)
+    for index, (rows, part) in enumerate(zip(result, columns, strict=True)):
+        start = sum(sizes[:index])
+        rows[..., start : start + sizes[index]] = part
+    return result.view(-1, *b.shape[1:])
 
 
-@kernel(unread=("b",))
+@kernel(lambda d_spread, b, *_: b.like(), unread=("b",))
 def collected(d_spread, b, scale: float, sizes: tuple[int, ...]):
     """Return the gradient of ``b`` from the gradient of ``spread``'s result, in the dtype of ``b``."""
-    return b.like()
+    if len(sizes) == 1:
+        return (d_spread * scale).to(b.dtype)
+    blocks = d_spread.view(len(sizes), b.shape[0], -1, sum(sizes))
+    parts = [block.split(sizes, -1)[index] for index, block in enumerate(blocks)]
+    return (torch.cat(parts, -1) * scale).to(b.dtype).view(b.shape)
 
 
-@kernel
+@kernel(lambda out, *_: out)
 def add_(out, part):
     """Add ``part`` to ``out`` in place."""
-    return out
+    return out.add_(part)
 
 
 @dataclass(frozen=True)

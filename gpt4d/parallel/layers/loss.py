@@ -1,4 +1,4 @@
-"""Cross-entropy of logits whose vocabulary x splits, so that no rank holds a full row. No torch here.
+"""Cross-entropy of logits whose vocabulary x splits, so that no rank holds a full row.
 
 Only one copy of the logits exists, in the precision in which they were computed. The backward recomputes the softmax
 from two numbers per token and overwrites the logits with their gradient.
@@ -9,11 +9,16 @@ same time.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from gpt4d.parallel import compile
+from gpt4d.parallel.compile import fused
 from gpt4d.parallel.engine.interleave import join
 from gpt4d.parallel.layers.product import TOKENS, ProductContext, start_gather, start_scatter
+from gpt4d.parallel.lazy import torch
 from gpt4d.parallel.symbolic.kernels import MAX, Function, TorchFunction, kernel, num_blocks, planned_kernel
 from gpt4d.parallel.symbolic.tensor import wide_dtype
 
@@ -31,16 +36,21 @@ def _num_blocks(logits, *_: Any) -> int:
     return num_blocks(logits, logits.device.compiled)
 
 
-@kernel
+@kernel(lambda logits, *_: logits.like(logits.shape[:1], wide_dtype(logits)))
 def largest_logits(logits, columns: int):
     """Return the largest of the first ``columns`` logits of each row, in float32 or float64."""
-    return logits.like(logits.shape[:1], wide_dtype(logits))
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    if not columns:
+        return torch.full(logits.shape[:1], -torch.inf, dtype=wide, device=logits.device)
+    return logits[:, :columns].amax(-1).to(wide)
 
 
-@kernel
+@kernel(lambda targets, *_: (targets.like(), targets.like(dtype="bool")))
 def local_targets(targets, first: int, columns: int):
     """Return the targets' local columns and a mask of other ranks' targets. ``first``: this rank's first column."""
-    return targets.like(), targets.like(dtype="bool")
+    local = targets - first
+    elsewhere = (local < 0) | (local >= columns)
+    return local.masked_fill_(elsewhere, 0), elsewhere
 
 
 def _moved_at_targets(logits, *rows: Any) -> int:
@@ -48,75 +58,132 @@ def _moved_at_targets(logits, *rows: Any) -> int:
     return logits.nbytes // logits.shape[-1] + sum(row.nbytes for row in rows)
 
 
-@kernel(moved=lambda logits, largest, *targets: _moved_at_targets(logits, largest, largest, *targets))
+@kernel(
+    lambda logits, largest, *_: largest.like(),
+    moved=lambda logits, largest, *targets: _moved_at_targets(logits, largest, largest, *targets),
+)
 def target_logits(logits, largest, local, elsewhere):
     """Return the logits of the targets minus the largest logits, or 0 for other ranks' targets."""
-    return largest.like()
+    found = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).to(largest.dtype) - largest
+    return found.masked_fill_(elsewhere, 0)
 
 
-@kernel(blocks=_num_blocks)
+@kernel(lambda logits, largest, *_: largest.like(), blocks=_num_blocks)
 def sums_of_exponentials(logits, largest, columns: int):
     """Return ``Σ exp(logit - largest)`` over the first ``columns`` logits of each row."""
-    return largest.like()
+    sums = torch.empty_like(largest)
+    for rows in _blocks(logits):
+        sums[rows] = sum_of_exponentials(logits[rows, :columns], largest[rows])
+    return sums
 
 
-@kernel
+@kernel(lambda one, *_: one.like((2, *one.shape)))
 def stacked(one, other):
     """Return two tensors stacked to [2, ...]."""
-    return one.like((2, *one.shape))
+    return torch.stack((one, other))
 
 
-@kernel
+@kernel(lambda sums: (sums.like(()), sums.like(sums.shape[1:])))
 def total_loss(sums):
     """Return the summed loss and the sums of exponentials from these sums and the targets' logits, [2, tokens]."""
-    return sums.like(()), sums.like(sums.shape[1:])
+    normalizer, target_logits = sums
+    return (normalizer.log() - target_logits).sum(), normalizer
 
 
-@kernel
+@kernel(lambda sums, *_: (sums.like(()), sums.like(sums.shape[1:])))
 def total_loss_of_targets(sums, targets):
     """Return the results of ``total_loss`` without the tokens whose target is negative.
 
     Their sum of exponentials is infinite, so that their gradient is zero.
     """
-    return sums.like(()), sums.like(sums.shape[1:])
+    normalizer, target_logits = sums
+    ignored = targets < 0
+    losses = (normalizer.log() - target_logits).masked_fill_(ignored, 0)
+    return losses.sum(), normalizer.masked_fill(ignored, torch.inf)
 
 
-@kernel
+@kernel(lambda sums, *_: sums.like(sums.shape[1:]))
 def token_losses(sums, targets):
     """Return the loss of each token from the sums of ``total_loss``, [tokens]; 0 for a negative target."""
-    return sums.like(sums.shape[1:])
+    normalizer, target_logits = sums
+    return (normalizer.log() - target_logits).masked_fill_(targets < 0, 0)
 
 
 @kernel(
+    lambda logits, d_loss, largest, *_: (largest.like(), largest.like()),
     moved=lambda logits, d_loss, largest, normalizer, local, elsewhere, z_loss: _moved_at_targets(
         logits, largest, normalizer, largest, normalizer, local, elsewhere
-    )
+    ),
 )
 def target_gradients(logits, d_loss, largest, normalizer, local, elsewhere, z_loss: float):
     """Return, for each row, the softmax's factor in the gradient, and the gradient of the target's logit."""
-    return largest.like(), largest.like()
+    # The gradient of the z-loss is ``2 · z_loss · log(Σ exp(logits))`` times the softmax, so it changes the factor.
+    scale = d_loss / normalizer
+    if z_loss:
+        log_sums = (largest + normalizer.log()).masked_fill_(normalizer.isinf(), 0)
+        scale = scale * (1 + 2 * z_loss * log_sums)
+    at_target = (logits[_rows(logits), local] - largest).exp_().mul_(scale)
+    return scale, at_target.sub_(d_loss.expand_as(scale).masked_fill(elsewhere, 0))
 
 
-@kernel(blocks=_num_blocks)
+@kernel(lambda logits, *_: logits, blocks=_num_blocks)
 def softmax_(logits, largest, scale, columns: int):
     """Replace the first ``columns`` logits by ``exp(logit - largest) · scale``."""
+    for rows in _blocks(logits):
+        write_softmax(logits[rows, :columns], largest[rows], scale[rows])
     return logits
 
 
 @kernel(
+    lambda logits, *_: logits,
     moved=lambda logits, at_target, local, columns: (
         _moved_at_targets(logits, at_target, local) + logits.nbytes * (logits.shape[-1] - columns) // logits.shape[-1]
-    )
+    ),
 )
 def write_targets_(logits, at_target, local, columns: int):
     """Write the gradients of the targets' logits, and zeros from column ``columns`` on."""
+    logits[:, columns:] = 0
+    logits[_rows(logits), local] = at_target.to(logits.dtype)  # scatter_ on a CPU converts all logits to float32
     return logits
 
 
-@kernel(unread=("logits",))
+@kernel(lambda logits: logits, unread=("logits",))
 def zero_(logits):
     """Set all elements to zero."""
-    return logits
+    return logits.zero_()
+
+
+def _rows(logits: torch.Tensor) -> torch.Tensor:
+    return torch.arange(len(logits), device=logits.device)
+
+
+def _blocks(logits: torch.Tensor) -> Iterator[slice]:
+    """Yield slices of consecutive rows of ``logits``, as many as ``num_blocks`` returns."""
+    rows = -(-len(logits) // num_blocks(logits, compile.is_enabled()))
+    for start in range(0, len(logits), rows):
+        yield slice(start, start + rows)
+
+
+def _shifted(logits: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    """Return ``logits - largest`` in the dtype of ``largest``."""
+    if logits.dtype == largest.dtype:
+        return logits - largest[:, None]
+    return logits.to(largest.dtype).sub_(largest[:, None])  # a CPU subtracts mixed dtypes at half the speed
+
+
+@fused
+def sum_of_exponentials(logits: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the last dim, relative to the largest logit."""
+    return _shifted(logits, largest).exp_().sum(-1)
+
+
+@fused
+def write_softmax(logits: torch.Tensor, largest: torch.Tensor, scale: torch.Tensor) -> None:
+    """Replace ``logits`` by ``exp(logits - largest) · scale``."""
+    if logits.dtype == largest.dtype:
+        logits.sub_(largest[:, None]).exp_().mul_(scale[:, None])
+    else:
+        logits.copy_(_shifted(logits, largest).exp_().mul_(scale[:, None]))
 
 
 def forward_loss(
@@ -249,7 +316,10 @@ def as_dtype(x, dtype: Any):
 class SquaredErrorFunction(TorchFunction):
     """Sum over samples of the mean squared error of their elements, [B, ...] → a scalar in the dtype of the targets."""
 
-    torch_name = "squared_error"
+    @staticmethod
+    def in_torch(prediction, targets):
+        errors = prediction - targets  # promoted to the dtype of the targets, float32 or wider
+        return errors.square().sum() / math.prod(errors.shape[1:])
 
     @staticmethod
     def forward(ctx, prediction, targets):
@@ -269,28 +339,28 @@ def squared_error(prediction: Any, targets: Any) -> Any:
     return SquaredErrorFunction.apply(prediction, targets)
 
 
-@kernel(unread=("loss",))
+@kernel(lambda loss: loss.like(), unread=("loss",))
 def one_like(loss):
     """Return 1, the derivative of the loss with respect to itself."""
-    return loss.like()
+    return torch.ones_like(loss)
 
 
-@kernel
+@kernel(lambda *losses: losses[0].like())
 def total(*losses):
     """Return the sum of scalar losses."""
-    return losses[0].like()
+    return torch.stack(losses).sum()
 
 
-@kernel
+@kernel(lambda gradient, *_: gradient)
 def scale_(gradient, d_loss):
     """Multiply a gradient in place by the gradient of the loss, a scalar."""
-    return gradient
+    return gradient.mul_(d_loss)
 
 
-@kernel
+@kernel(lambda earlier, *_: earlier)
 def add_scaled_(earlier, gradient, d_loss):
     """Add ``gradient · d_loss`` to an accumulated gradient in place. ``d_loss``: the gradient of the loss, a scalar."""
-    return earlier
+    return earlier.addcmul_(gradient, d_loss)
 
 
 @dataclass

@@ -1,4 +1,10 @@
-"""LayerNorm and RMSNorm over features that y splits: statistics are computed over all features. No torch here."""
+"""LayerNorm and RMSNorm over features that y splits: statistics are computed over all features.
+
+The input of a norm is the residual stream. The norm's kernels also add a branch's output to the stream, and add the
+gradients of the stream. torch.compile fuses both additions with the norm's reads and writes of the same tensors. Weight
+and bias are master weights, so their gradients are accumulated in the master dtype. Statistics are float32, or float64
+for float64 inputs.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +13,9 @@ from functools import partial
 from typing import Any
 
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
-from gpt4d.parallel.layers.product import Recomputable
+from gpt4d.parallel.layers.product import Recomputable, cast_to
 from gpt4d.parallel.layout import Layout, ParameterSpec
+from gpt4d.parallel.lazy import F, torch
 from gpt4d.parallel.symbolic.kernels import Function, kernel
 from gpt4d.parallel.symbolic.tensor import wide_dtype
 
@@ -25,107 +32,169 @@ def _column(x):
     return x.like((*x.shape[:-1], 1), wide_dtype(x))
 
 
-@kernel(fused=True)
+@kernel(lambda x, branch, *_: (_added(x, branch), x.like(), _column(x), _column(x)), fused=True)
 def layer_norm(x, branch, weight, bias, epsilon: float):
     """Return ``x + branch``, or None without a branch, its norm, its mean and its rstd (1 / standard deviation)."""
-    return _added(x, branch), x.like(), _column(x), _column(x)
+    added, stream = _with_branch(x, branch)
+    stream, w, b = _as_kernels_take(stream, weight, bias)
+    out, mean, rstd = torch.native_layer_norm(stream, weight.shape, w, b, epsilon)
+    return added, cast_to.in_torch(out, x.dtype), mean, rstd
 
 
-@kernel(fused=True)
+@kernel(lambda d_out, d_stream, x, weight, bias, *_: (x.like(), weight.like(), bias.like()), fused=True)
 def layer_norm_gradients(d_out, d_stream, x, weight, bias, mean, rstd):
     """Return the gradients of input, weight and bias. ``d_stream``, if given, is added to the input's gradient."""
-    return x.like(), weight.like(), bias.like()
+    given, w, b = _as_kernels_take(x, weight, bias)
+    wide = given.dtype == weight.dtype
+    backward = torch.ops.aten.native_layer_norm_backward
+    d_x, d_weight, d_bias = backward(
+        cast_to.in_torch(d_out, given.dtype), given, weight.shape, mean, rstd, w, b, [True, wide, wide]
+    )
+    if not wide:  # the kernel rounds sums over all tokens to the narrow dtype
+        d_weight = ((x - mean) * rstd).mul_(d_out).flatten(0, -2).sum(0)
+        d_bias = d_out.flatten(0, -2).sum(0, dtype=d_weight.dtype)
+    return _with_stream(d_x, d_stream, x), d_weight, d_bias
 
 
-@kernel(fused=True)
+def _with_branch(x, branch) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Return ``x + branch``, or None without a branch (a compiled function cannot return ``x``), and the stream."""
+    added = None if branch is None else x + branch
+    return added, x if added is None else added
+
+
+def _as_kernels_take(x, weight, bias) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Convert the arguments of torch's kernels to dtypes with which the kernels do not round the statistics."""
+    if torch.compiler.is_compiling():  # torch.compile fuses the conversions
+        return x.to(_statistics_dtype(x)), weight, bias
+    # On a CPU, narrow weights make the statistics narrow; on a GPU, all arguments must have one dtype.
+    return (x, weight, bias) if x.is_cpu else (x, cast_to.in_torch(weight, x.dtype), cast_to.in_torch(bias, x.dtype))
+
+
+@kernel(lambda x, branch: (_added(x, branch), _row_statistics(x, 2)), fused=True)
 def mean_and_variance(x, branch):
     """Return ``x + branch``, or None without a branch, and mean and variance of this rank's features, [2, ...]."""
-    return _added(x, branch), _row_statistics(x, 2)
+    added, stream = _with_branch(x, branch)
+    wide = stream.to(_statistics_dtype(x))
+    mean = wide.mean(-1)
+    # torch.var_mean is five times slower on a CPU.
+    return added, torch.stack((mean, (wide - mean.unsqueeze(-1)).square_().mean(-1)))
 
 
-@kernel
+@kernel(lambda parts, *_: (parts.like((*parts.shape[2:], 1)), parts.like((*parts.shape[2:], 1))))
 def combined_statistics(parts, epsilon: float):
     """Return mean and rstd of all features, [..., 1], from the statistics ``parts`` [ranks, 2, ...] of all ranks.
 
     All ranks have the same number of features. The variances are combined without subtracting large squares (Chan et
     al.).
     """
-    return parts.like((*parts.shape[2:], 1)), parts.like((*parts.shape[2:], 1))
+    mean = parts[:, 0].mean(0)
+    variance = parts[:, 1].mean(0) + parts[:, 0].var(0, correction=0)
+    return mean.unsqueeze(-1), (variance + epsilon).rsqrt_().unsqueeze(-1)
 
 
-@kernel(fused=True)
+@kernel(lambda x, *_: x.like(), fused=True)
 def normalized(x, mean, rstd, weight, bias):
     """Return ``(x - mean) · rstd · weight + bias``."""
-    return x.like()
+    return (x - mean).mul_(rstd).mul_(weight).add_(bias).to(x.dtype)
 
 
-@kernel(fused=True)
+@kernel(lambda d_out, x, *_: _row_statistics(x, 2), fused=True)
 def sums_of_gradient(d_out, x, mean, rstd, weight):
     """Return the two sums over this rank's features that the input's gradient needs, [2, ...]."""
-    return _row_statistics(x, 2)
+    d_normal = d_out * weight
+    return torch.stack((d_normal.sum(-1), (x - mean).mul_(rstd).mul_(d_normal).sum(-1)))
 
 
-@kernel
+@kernel(lambda sums, *_: sums.like((*sums.shape, 1)))
 def mean_of(sums, count: int):
     """Return sums [...] divided by ``count``, [..., 1], in place."""
-    return sums.like((*sums.shape, 1))
+    return sums.div_(count).unsqueeze(-1)
 
 
-@kernel(fused=True)
+@kernel(lambda d_out, d_stream, x, mean, rstd, weight, *_: (x.like(), weight.like(), weight.like()), fused=True)
 def split_layer_norm_gradients(d_out, d_stream, x, mean, rstd, weight, sums):
     """Return the gradients of ``layer_norm_gradients`` from the means over all features, ``sums`` [2, ..., 1]."""
-    return x.like(), weight.like(), weight.like()
+    normal, d_out = (x - mean).mul_(rstd), d_out.to(rstd.dtype)
+    d_x = (d_out * weight).sub_(sums[0]).addcmul_(normal, sums[1], value=-1).mul_(rstd)
+    d_weight = normal.mul_(d_out).flatten(0, -2).sum(0)
+    return _with_stream(d_x, d_stream, x), d_weight.to(weight.dtype), d_out.flatten(0, -2).sum(0).to(weight.dtype)
 
 
-@kernel(fused=True)
+def _with_stream(d_x: torch.Tensor, d_stream: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of ``x``, in its dtype, with the stream's gradient added."""
+    d_x = cast_to.in_torch(d_x, x.dtype)
+    return d_x if d_stream is None else d_x.add_(d_stream)
+
+
+def _statistics_dtype(x: torch.Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+@kernel(lambda x, branch: (_added(x, branch), _row_statistics(x)), fused=True)
 def sum_of_squares(x, branch):
     """Return ``x + branch``, or None without a branch, and the sums of squares over this rank's features."""
-    return _added(x, branch), _row_statistics(x)
+    added, stream = _with_branch(x, branch)
+    return added, cast_to.in_torch(stream, _statistics_dtype(x)).square().sum(-1)
 
 
-@kernel
+@kernel(lambda squares, *_: squares.like((*squares.shape, 1)))
 def reciprocal_root(squares, count: int, epsilon: float):
     """Return ``1 / sqrt(squares / count + epsilon)``, [..., 1], in place."""
-    return squares.like((*squares.shape, 1))
+    return squares.div_(count).add_(epsilon).rsqrt_().unsqueeze(-1)
 
 
-@kernel(fused=True)
+@kernel(lambda x, *_: x.like(), fused=True)
 def scaled(x, rstd, weight, zero_centered: bool = False):
     """Return ``x · rstd · weight``, or, if the weight is ``zero_centered``, ``x · rstd · (1 + weight)``."""
-    return x.like()
+    return cast_to.in_torch((x * rstd).mul_(_factor(weight, zero_centered)), x.dtype)
 
 
-@kernel(fused=True)
+def _factor(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
+    return weight + 1 if zero_centered else weight
+
+
+@kernel(lambda x, branch, *_: (_added(x, branch), _column(x), x.like()), fused=True)
 def rms_norm(x, branch, weight, epsilon: float, zero_centered: bool = False):
     """Return ``x + branch``, or None without a branch, the reciprocal of the root mean square, and the norm."""
-    return _added(x, branch), _column(x), x.like()
+    added, stream = _with_branch(x, branch)
+    squares = cast_to.in_torch(stream, _statistics_dtype(x)).square().sum(-1, keepdim=True)
+    rstd = squares.div_(x.shape[-1]).add_(epsilon).rsqrt_()
+    return added, rstd, scaled.in_torch(stream, rstd, weight, zero_centered)
 
 
-@kernel(fused=True)
+@kernel(lambda d_out, x, *_: _row_statistics(x), fused=True)
 def sum_of_rms_gradient(d_out, x, rstd, weight, zero_centered: bool = False):
     """Return the sum over this rank's features that the input's gradient needs, [...]."""
-    return _row_statistics(x)
+    return (d_out * _factor(weight, zero_centered)).mul_(x * rstd).sum(-1)
 
 
-@kernel(fused=True)
+@kernel(lambda d_out, d_stream, x, rstd, weight, *_: (x.like(), weight.like()), fused=True)
 def split_rms_norm_gradients(d_out, d_stream, x, rstd, weight, sums, zero_centered: bool = False):
     """Return the gradients of input and weight. ``d_stream``, if given, is added to the input's gradient.
 
     ``sums``: mean over all features of the normalized input times its gradient.
     """
-    return x.like(), weight.like()
+    return _rms_norm_gradients(d_out, d_stream, x, x * rstd, rstd, weight, sums, zero_centered)
 
 
-@kernel(fused=True)
+@kernel(lambda d_out, d_stream, x, rstd, weight, *_: (x.like(), weight.like()), fused=True)
 def rms_norm_gradients(d_out, d_stream, x, rstd, weight, zero_centered: bool = False):
     """Return the gradients of ``split_rms_norm_gradients`` where no axis splits the features."""
-    return x.like(), weight.like()
+    normal = x * rstd
+    sums = (d_out * _factor(weight, zero_centered)).mul_(normal).sum(-1, keepdim=True).div_(x.shape[-1])
+    return _rms_norm_gradients(d_out, d_stream, x, normal, rstd, weight, sums, zero_centered)
 
 
-@kernel
+def _rms_norm_gradients(d_out, d_stream, x, normal, rstd, weight, sums, zero_centered: bool):
+    """Return the gradients of input and weight, and overwrite ``normal``, which is ``x · rstd``."""
+    d_x = (d_out * _factor(weight, zero_centered)).addcmul_(normal, sums, value=-1).mul_(rstd)
+    return _with_stream(d_x, d_stream, x), cast_to.in_torch(normal.mul_(d_out).flatten(0, -2).sum(0), weight.dtype)
+
+
+@kernel(lambda d_weight, index, count: d_weight.like((count * d_weight.shape[0],)))
 def among_zeros(d_weight, index: int, count: int):
     """Return the gradient of ``count`` equal shards of a weight: ``d_weight`` for shard ``index``, and zeros."""
-    return d_weight.like((count * d_weight.shape[0],))
+    return F.pad(d_weight, (index * len(d_weight), (count - 1 - index) * len(d_weight)))
 
 
 class LayerNormFunction(Function):

@@ -1,4 +1,4 @@
-"""Products with sharded weights (4D paper, Algorithm 1), which linear layers and convolutions share. No torch here.
+"""Products with sharded weights (4D paper, Algorithm 1), which linear layers and convolutions share.
 
 Shapes: B: any number of batch dims. K and N: this rank's input features and output features.
 
@@ -17,11 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
 from gpt4d.parallel.engine.interleave import YieldPoint
 from gpt4d.parallel.layers import sharding
+from gpt4d.parallel.lazy import torch
 from gpt4d.parallel.symbolic.kernels import Function, kernel
 
 
@@ -54,64 +55,73 @@ def mapped(given: Any, function: Callable[[Any], Any]) -> Any:
 TOKENS, FEATURES = 0, -1  # the dims of an activation that an axis may split
 
 
-@kernel(converts=True, unread=("like",))
+@kernel(lambda x, like: x if x.dtype == like.dtype else x.like(dtype=like.dtype), converts=True, unread=("like",))
 def cast(x, like):
     """Return ``x`` in the dtype of ``like``."""
-    return x if x.dtype == like.dtype else x.like(dtype=like.dtype)
+    return x if x.dtype == like.dtype else x.to(like.dtype)  # torch takes longer to return ``x``
 
 
-@kernel(converts=True)
+@kernel(lambda x, dtype: x if x.dtype == dtype else x.like(dtype=dtype), converts=True)
 def cast_to(x, dtype):
     """Return ``x`` in a dtype."""
-    return x if x.dtype == dtype else x.like(dtype=dtype)
+    return x if x.dtype == dtype else x.to(dtype)
 
 
-@kernel
+@kernel(lambda out, *_: out)
 def add_bias_(out, bias):
     """Add a bias to an output in place."""
-    return out
+    return out.add_(bias)
 
 
-@kernel
+@kernel(lambda out, *_: out.like())
 def add_bias(out, bias):
     """Return an output with a bias."""
-    return out.like()
+    return out + bias
 
 
-@kernel
+@kernel(lambda earlier, *_: earlier)
 def add_gradient_(earlier, gradient):
     """Add a weight's gradient to the accumulated gradient in place."""
-    return earlier
+    return earlier.add_(gradient)
 
 
-@kernel(unread=("bias",))
+@kernel(lambda d_out_BN, bias: bias.like(), unread=("bias",))
 def bias_gradient(d_out_BN, bias):
     """Return the sum of an output's gradient over the batch, in the shape and dtype of the bias."""
-    return bias.like()
+    return d_out_BN.flatten(0, -1 - bias.dim()).sum(0, dtype=bias.dtype)
 
 
-@kernel(unread=("like",))
+@kernel(
+    lambda bias, like, parts, *_: bias.like((*bias.shape[:-1], bias.shape[-1] // parts), like.dtype), unread=("like",)
+)
 def local_bias(bias, like, parts: int, index: int):
     """Return slice ``index`` of ``parts`` equal slices of a bias, in the dtype of ``like``."""
-    return bias.like((*bias.shape[:-1], bias.shape[-1] // parts), like.dtype)
+    if parts > 1:
+        bias = bias.unflatten(-1, (parts, -1))[..., index, :]
+    return bias.to(like.dtype)
 
 
-@kernel
+@kernel(lambda x, parts: x.like((parts, *x.shape[:-1], x.shape[-1] // parts)))
 def parts_first(x, parts: int):
     """Return features [..., parts · n] as [parts, ..., n]."""
-    return x.like((parts, *x.shape[:-1], x.shape[-1] // parts))
+    return x.unflatten(-1, (parts, -1)).movedim(-2, 0).contiguous()
 
 
-@kernel
+@kernel(lambda x: x.like((*x.shape[1:-1], x.shape[0] * x.shape[-1])))
 def parts_last(x):
     """Return [parts, ..., n] as features [..., parts · n]."""
-    return x.like((*x.shape[1:-1], x.shape[0] * x.shape[-1]))
+    return x.movedim(0, -2).flatten(-2)
 
 
-@kernel(free=True)
+@kernel(lambda like, shape: like.like(shape), free=True)
 def placeholder(like, shape: tuple[int, ...]):
     """Return a tensor without memory that stands for a tensor that a ``ProductCall`` has in flight."""
-    return like.like(shape)
+    return _zero(like.dtype, like.device).expand(shape)
+
+
+@cache
+def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros((), dtype=dtype, device=device)
 
 
 class Operation(Protocol):

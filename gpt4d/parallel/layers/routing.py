@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: the experts of each token and their weights. No torch here.
+"""The router of a mixture of experts: the experts of each token and their weights.
 
 Shapes: T: tokens of this rank; H: its features of the residual stream; E: all experts; K: experts of a token.
 """
@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 from gpt4d.parallel.layers.exchange import Summed, exchanged
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
+from gpt4d.parallel.layers.matmul import matmul
 from gpt4d.parallel.layers.sequence import TokenIndex
 from gpt4d.parallel.layout import Layout, ParameterSpec
+from gpt4d.parallel.lazy import torch
 from gpt4d.parallel.symbolic.kernels import Function, kernel
 from gpt4d.parallel.symbolic.tensor import wide_dtype
 
@@ -25,20 +27,46 @@ def _converted(x_TH) -> int:
     return 0 if x_TH.dtype == wide_dtype(x_TH) else x_TH.like(dtype=wide_dtype(x_TH)).nbytes
 
 
-@kernel(flops=_flops, copied=lambda x_TH, _: 2 * _converted(x_TH), temporary=lambda x_TH, _: _converted(x_TH))
-def router_logits(x_TH, weight_HE):
-    """Return ``x·W`` in float32, or float64 for float64."""
-    return x_TH.like((x_TH.shape[0], weight_HE.shape[1]), wide_dtype(x_TH))
+def _product(a, b):
+    """Return the product of matrices in float32 or float64."""
+    return matmul(a, b) if a.is_cpu else a @ b
+
+
+def _wide(x):
+    return x if x.dtype == torch.float64 else x.float()
 
 
 @kernel(
+    lambda x_TH, weight_HE: x_TH.like((x_TH.shape[0], weight_HE.shape[1]), wide_dtype(x_TH)),
+    flops=_flops,
+    copied=lambda x_TH, _: 2 * _converted(x_TH),
+    temporary=lambda x_TH, _: _converted(x_TH),
+)
+def router_logits(x_TH, weight_HE):
+    """Return ``x·W`` in float32, or float64 for float64."""
+    x = _wide(x_TH)
+    return _product(x, weight_HE.to(x.dtype))
+
+
+@kernel(
+    lambda d_logits_TE, x_TH, weight_HE: (x_TH.like(), weight_HE.like()),
     flops=lambda d_logits_TE, x_TH, weight_HE: 2 * _flops(x_TH, weight_HE),
     copied=lambda d_logits_TE, x_TH, weight_HE: 4 * _converted(x_TH),
     temporary=lambda d_logits_TE, x_TH, weight_HE: 2 * _converted(x_TH),
 )
 def router_gradients(d_logits_TE, x_TH, weight_HE):
     """Return the gradients of the input and of the weight of ``router_logits``."""
-    return x_TH.like(), weight_HE.like()
+    x, weight = _wide(x_TH), weight_HE.to(d_logits_TE.dtype)
+    return _product(d_logits_TE, weight.t()).to(x_TH.dtype), _product(x.t(), d_logits_TE).to(weight_HE.dtype)
+
+
+def _scores(logits, scoring):
+    return logits.sigmoid() if scoring.sigmoid else logits.softmax(-1)
+
+
+def _normalized_scores(logits, scoring):
+    scores = _scores(logits, scoring)
+    return scores / scores.sum(-1, keepdim=True) if scoring.sigmoid else scores
 
 
 def num_statistics(experts: int) -> int:
@@ -72,36 +100,58 @@ class Balance(NamedTuple):
     z_loss: float
 
 
-@kernel
+@kernel(lambda logits_TE, bias_E, scoring: logits_TE.like((logits_TE.shape[0], scoring.per_token), "int64"))
 def chosen_experts(logits_TE, bias_E, scoring: Scoring):
     """Return the experts [T, K] with the largest scores, int64. ``bias_E`` is added to the scores; None: nothing."""
-    return logits_TE.like((logits_TE.shape[0], scoring.per_token), "int64")
+    scores = _scores(logits_TE, scoring)
+    return (scores if bias_E is None else scores + bias_E).topk(scoring.per_token, -1).indices
 
 
-@kernel
+@kernel(lambda logits_TE, experts_TK, *_: logits_TE.like(experts_TK.shape))
 def expert_weights(logits_TE, experts_TK, scoring: Scoring):
     """Return the weights [T, K] of the chosen experts."""
-    return logits_TE.like(experts_TK.shape)
+    scores = _scores(logits_TE, scoring).gather(-1, experts_TK)
+    return scores / scores.sum(-1, keepdim=True) if scoring.normalized else scores
 
 
-@kernel
+@kernel(lambda d_weights_TK, logits_TE, *_: logits_TE.like())
 def logits_gradient(d_weights_TK, logits_TE, experts_TK, load_E, unpadded_T, scoring: Scoring, balance: Balance):
     """Return the gradient of the logits from the gradient of ``expert_weights`` and from the losses of ``balance``.
 
     ``load_E``: the load of each expert; None if there is no balance loss. ``unpadded_T``: the tokens that have the
     losses; None: all.
     """
-    return logits_TE.like()
+    with torch.enable_grad():
+        logits = logits_TE.detach().requires_grad_()
+        total = (expert_weights.in_torch(logits, experts_TK, scoring) * d_weights_TK.detach()).sum()
+        if balance.loss:
+            of_loads_T = (_normalized_scores(logits, scoring) * load_E.detach()).sum(-1)
+            total = total + balance.loss * _total(of_loads_T, unpadded_T)
+        if balance.z_loss:
+            total = total + balance.z_loss * _total(logits.logsumexp(-1).square(), unpadded_T)
+        return torch.autograd.grad(total, logits)[0]
 
 
-@kernel
+def _total(values, unpadded_T):
+    """Return the sum of values [T, …] over the unpadded tokens."""
+    return values.sum(0) if unpadded_T is None else unpadded_T.to(values.dtype) @ values
+
+
+@kernel(lambda logits_TE, *_: logits_TE.like((num_statistics(logits_TE.shape[1]),), "float64"))
 def routing_statistics(logits_TE, experts_TK, unpadded_T, scoring: Scoring):
     """Return sums over the unpadded tokens, float64 [2·E + 2]. ``unpadded_T``: None for all.
 
     They are the number of tokens of each expert, the normalized score of each expert, the entropy of the normalized
     scores, and log²(Σ exp(logits)).
     """
-    return logits_TE.like((num_statistics(logits_TE.shape[1]),), "float64")
+    scores = _normalized_scores(logits_TE, scoring).double()
+    one = scores.new_ones(()) if unpadded_T is None else unpadded_T.double()[:, None]
+    counts = scores.new_zeros(logits_TE.shape[1])
+    counts.scatter_add_(0, experts_TK.flatten(), one.expand_as(experts_TK).flatten())
+    entropy_T = -torch.special.xlogy(scores, scores).sum(1)
+    z_T = logits_TE.logsumexp(-1).double().square()
+    sums = (_total(values, unpadded_T) for values in (scores, entropy_T[:, None], z_T[:, None]))
+    return torch.cat((counts, *sums))
 
 
 class LogitsFunction(Function):

@@ -1,4 +1,4 @@
-"""The samples and positions of a microbatch's tokens, and the split of tokens between the layers. No torch here."""
+"""The samples and positions of a microbatch's tokens, and the split of tokens between the layers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from gpt4d.parallel.lazy import torch
 from gpt4d.parallel.symbolic.kernels import kernel
 
 if TYPE_CHECKING:
@@ -15,34 +16,41 @@ if TYPE_CHECKING:
     from gpt4d.parallel.layers.key_value_cache import KeyValueCache
 
 
-@kernel
+@kernel(lambda values, chunks, ranks, *_: values.like((math.prod(values.shape) // ranks,)))
 def local_part(values, chunks: int, ranks: int, index: int):
     """Return slice ``index`` of each chunk of values [sequences, length], as one dim."""
-    return values.like((math.prod(values.shape) // ranks,))
+    return _parts(values, chunks, ranks)[:, index].flatten()
 
 
-@kernel
+@kernel(lambda values, *_: values.like((math.prod(values.shape),)))
 def in_gathered_order(values, chunks: int, ranks: int):
     """Return values [sequences, length] as one dim, rank by rank: each rank's slices of all chunks."""
-    return values.like((math.prod(values.shape),))
+    return _parts(values, chunks, ranks).transpose(0, 1).flatten()
 
 
-@kernel(free=True)
+def _parts(values: torch.Tensor, chunks: int, ranks: int) -> torch.Tensor:
+    return values.reshape(chunks, ranks, -1)
+
+
+@kernel(lambda sample_ids, length: sample_ids.like((*sample_ids.shape, length)), free=True)
 def places_of(sample_ids, length: int):
     """Return the index of each token in its sequence, [sequences, length]. All sequences share the memory."""
-    return sample_ids.like((*sample_ids.shape, length))
+    return torch.arange(length, device=sample_ids.device).expand(len(sample_ids), -1)
 
 
-@kernel
+@kernel(lambda values, ranks, *_: values.like((values.shape[0], values.shape[1] // ranks, *values.shape[2:])))
 def own_segments(values, ranks: int, index: int):
     """Return the segments of rank ``index`` (``segments_of``) of values [sequences, length, …]."""
-    return values.like((values.shape[0], values.shape[1] // ranks, *values.shape[2:]))
+    parts = values.chunk(2 * ranks, 1)
+    return torch.cat([parts[segment] for segment in segments_of(ranks, index)], 1)
 
 
-@kernel(free=True)
+@kernel(lambda sample_ids, length, *_: sample_ids.like((*sample_ids.shape, length)), free=True)
 def places_in_segments(sample_ids, length: int, ranks: int, index: int):
     """Return the index of each token of rank ``index`` in its sequence, [sequences, length]. Sequences share memory."""
-    return sample_ids.like((*sample_ids.shape, length))
+    return own_segments.in_torch(torch.arange(length * ranks, device=sample_ids.device)[None], ranks, index).expand(
+        len(sample_ids), -1
+    )
 
 
 def segments_of(ranks: int, index: int) -> tuple[int, int]:
@@ -53,10 +61,10 @@ def segments_of(ranks: int, index: int) -> tuple[int, int]:
     return index, 2 * ranks - 1 - index
 
 
-@kernel(free=True)
+@kernel(lambda sample_ids, length: sample_ids.like((*sample_ids.shape, length)), free=True)
 def samples_of(sample_ids, length: int):
     """Return the sample id of each token, [sequences, length], as a view of ``sample_ids``."""
-    return sample_ids.like((*sample_ids.shape, length))
+    return sample_ids[:, None].expand(-1, length)
 
 
 @dataclass(frozen=True, eq=False)

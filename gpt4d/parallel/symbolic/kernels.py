@@ -1,19 +1,18 @@
 """Kernels, and functions with a gradient, from which layers are built. No torch here.
 
-A kernel has two definitions: torch code, and the shapes of its results. The planner derives the time of a kernel from
-the shapes.
+A kernel has two definitions: the shapes of its results, from which the planner derives its time, and torch code.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable, Collection
 from functools import cache, update_wrapper
 from inspect import signature
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
+from gpt4d.parallel import compile
 from gpt4d.parallel.symbolic import tape
 from gpt4d.parallel.symbolic.tensor import Computation, Storage, SymbolicDevice, SymbolicTensor
 
@@ -42,26 +41,19 @@ class Function:
 
 
 class TorchFunction(Function):
-    """A function whose gradient torch's autograd computes, in a module that does not import torch.
+    """A function whose gradient torch's autograd computes.
 
-    On torch tensors it calls the function ``torch_name`` in the module ``<module>_kernels``. ``forward`` and
-    ``backward`` serve the planner and consist of planned kernels. They have the same results and saved tensors as the
-    torch function.
+    On torch tensors it calls ``in_torch``, a static method. ``forward`` and ``backward`` serve the planner and consist
+    of planned kernels. They have the same results and saved tensors as ``in_torch``.
     """
 
-    torch_name: ClassVar[str]
+    in_torch: Callable[..., Any]
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
         if isinstance(args[0], SymbolicTensor):
             return tape.apply(cls, args)
-        return cls.in_torch()(*args)
-
-    @classmethod
-    @cache
-    def in_torch(cls) -> Callable[..., Any]:
-        """Return the function for torch tensors."""
-        return getattr(importlib.import_module(f"{cls.__module__}_kernels"), cls.torch_name)
+        return cls.in_torch(*args)
 
 
 _in_torch: dict[type[Function], Callable[..., Any]] = {}  # ``apply`` in torch of each function that has been called
@@ -103,12 +95,12 @@ def num_blocks(matrix: Any, compiled: bool) -> int:
 class Kernel:
     """A function of tensors without a gradient or a collective. Its first argument is a tensor.
 
-    On torch tensors it calls the function of the same name in the module ``<module>_kernels``. On symbolic tensors it
-    takes the time of reading its arguments and writing its results, or, if it is not compiled, the time that
-    ``EAGER_COSTS`` records.
+    On symbolic tensors it takes the time of reading its arguments and writing its results, or, if it is not compiled,
+    the time that ``EAGER_COSTS`` records.
 
     Args:
-        shapes: maps the arguments to the results, new tensors or arguments that are overwritten.
+        in_torch: computes the results of torch tensors.
+        shapes: maps symbolic arguments to the results, new tensors or arguments that are overwritten.
         fused: torch.compile fuses the kernel into one operation.
         blocks: maps the arguments to the number of blocks that the kernel processes. torch.compile fuses each block
             into one operation.
@@ -125,6 +117,7 @@ class Kernel:
 
     def __init__(
         self,
+        in_torch: Callable[..., Any],
         shapes: Callable[..., Any],
         fused: bool = False,
         blocks: Callable[..., int] | None = None,
@@ -138,27 +131,19 @@ class Kernel:
         converts: bool = False,
         free: bool = False,
     ):
-        self.shapes, self.fused, self.blocks = shapes, fused, blocks
+        self.in_torch, self.shapes, self.fused, self.blocks = in_torch, shapes, fused, blocks
         self.flops, self.float8, self.attention = flops, float8, attention
         self.moved, self.copied, self.temporary = moved, copied, temporary
         self.converts, self.free = converts, free
-        self.name = f"{shapes.__module__.rpartition('.')[2]}.{shapes.__name__}"
-        self._unread = [index for index, name in enumerate(signature(shapes).parameters) if name in unread]
-        self._run: Callable[..., Any] | None = None
-        update_wrapper(self, shapes)
+        self.name = f"{in_torch.__module__.rpartition('.')[2]}.{in_torch.__name__}"
+        self._unread = [index for index, name in enumerate(signature(in_torch).parameters) if name in unread]
+        self._run = compile.fused(in_torch) if fused else in_torch
+        update_wrapper(self, in_torch)
 
     def __call__(self, *args: Any) -> Any:
         if isinstance(args[0], SymbolicTensor):
             return self._plan(args)
-        return (self._run or self._load())(*args)
-
-    def _load(self) -> Callable[..., Any]:
-        from gpt4d.parallel.compile import fused
-
-        module = importlib.import_module(f"{self.shapes.__module__}_kernels")
-        function = getattr(module, self.shapes.__name__)
-        self._run = fused(function) if self.fused else function
-        return self._run
+        return self._run(*args)
 
     def _plan(self, args: tuple) -> Any:
         """Account for the time and the memory of a call on the device of its arguments; return its results."""
@@ -220,14 +205,14 @@ class PlannedKernel(Kernel):
     """A kernel that torch runs inside a ``TorchFunction``: costs and shapes of results, without torch code."""
 
 
-def kernel(shapes: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Declare a kernel by the shapes of its results. Options as for ``Kernel``."""
-    return Kernel(shapes) if shapes else lambda function: Kernel(function, **options)
+def kernel(shapes: Callable[..., Any], **options: Any) -> Callable[[Callable[..., Any]], Kernel]:
+    """Decorate the torch code of a kernel with the shapes of its results. Options as for ``Kernel``."""
+    return lambda in_torch: Kernel(in_torch, shapes, **options)
 
 
 def planned_kernel(shapes: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Declare a planned kernel by the shapes of its results. Options as for ``Kernel``."""
-    return PlannedKernel(shapes) if shapes else lambda function: PlannedKernel(function, **options)
+    return PlannedKernel(shapes, shapes) if shapes else lambda function: PlannedKernel(function, function, **options)
 
 
 @cache

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from gpt4d.parallel.context import Context
 from gpt4d.parallel.engine.interleave import run_alone
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layers import attention_kernels
+from gpt4d.parallel.layers import attention
 from gpt4d.parallel.layers.attention import AttentionSpec
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.module import Layer
@@ -98,7 +98,7 @@ def test_attention_by_lengths_is_attention_by_mask(kv_heads, options, stand_in):
         for by_lengths in (False, True):
             leaves = [x.clone().requires_grad_() for x in inputs]
             tokens = TokenIndex(torch.arange(SEQUENCES), LENGTH, grid.axis(None), documents)
-            with patch.object(attention_kernels, "takes_documents", lambda q, by_lengths=by_lengths: by_lengths):
+            with patch.object(attention, "takes_documents", lambda q, by_lengths=by_lengths: by_lengths):
                 out = run_alone(core(*leaves, tokens))
             out.backward(normal(*out.shape, seed=9))
             results.append([out, *(leaf.grad for leaf in leaves)])
@@ -107,4 +107,4 @@ def test_attention_by_lengths_is_attention_by_mask(kv_heads, options, stand_in):
 
 
 def test_a_cpu_uses_the_mask():
-    assert not attention_kernels.takes_documents(torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16))
+    assert not attention.takes_documents(torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16))

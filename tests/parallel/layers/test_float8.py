@@ -12,7 +12,7 @@ from gpt4d.parallel.context import Context
 from gpt4d.parallel.engine.interleave import run_alone
 from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layers import float8, float8_kernels
+from gpt4d.parallel.layers import float8
 from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layout import Layout
@@ -93,7 +93,7 @@ def test_a_product_with_a_value_that_is_not_finite_is_not_a_number(value):
         packed = float8.packed(other, float8.scale(other, float8.VALUES))
         assert float8.Float8Matmul((16,)).forward(one, packed, None).isnan().all()
     halves = [float8.packed(half, float8.scale(half, float8.VALUES)) for half in x.chunk(2)]
-    assert float8_kernels.unpacked(float8.joined(torch.cat(halves), 2, 8), 16)[1].isnan()
+    assert float8.unpacked(float8.joined(torch.cat(halves), 2, 8), 16)[1].isnan()
 
 
 def test_shards_with_scales_of_their_own_are_joined_without_rounding_again():
@@ -101,7 +101,7 @@ def test_shards_with_scales_of_their_own_are_joined_without_rounding_again():
     gathered = torch.cat([float8.packed(shard, float8.scale(shard, float8.VALUES)) for shard in shards])
     joined, whole = float8.joined(gathered, 3, 8), torch.cat(shards)
     direct = float8.packed(whole, float8.scale(whole, float8.VALUES))
-    (values, scale), (expected, expected_scale) = (float8_kernels.unpacked(one, 24) for one in (joined, direct))
+    (values, scale), (expected, expected_scale) = (float8.unpacked(one, 24) for one in (joined, direct))
     assert scale == expected_scale
     difference = (values.float() - expected.float()).abs()
     assert difference.max() <= 2**-9  # the smallest subnormal value
@@ -113,7 +113,7 @@ def test_a_weight_with_rows_that_sharded_states_have_rounded_has_the_same_float8
     spec, context = LinearSpec(64, 64).parameters()["weight"], Context(grid, torch.bfloat16, float8=True)
     exact, mixed = weight, torch.cat((weight[:32], weight[32:].bfloat16().float()))
     gathered = [float8.start_weight_gather(shard, spec, grid.axis(None), context).wait() for shard in (exact, mixed)]
-    for one, other in zip(*(float8_kernels.unpacked(packed, 64) for packed in gathered), strict=True):
+    for one, other in zip(*(float8.unpacked(packed, 64) for packed in gathered), strict=True):
         assert torch.equal(one.float(), other.float())
 
 
@@ -225,5 +225,5 @@ def test_a_gpu_without_float8_products_is_an_error_before_training(monkeypatch, 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with pytest.raises(ConfigError, match=rf"^train.precision=fp8: {name} has no float8 products .*; use "):
-        float8_kernels.check_device(torch.device("cuda"))
-    float8_kernels.check_device(torch.device("cpu"))
+        float8.check_device(torch.device("cuda"))
+    float8.check_device(torch.device("cpu"))
