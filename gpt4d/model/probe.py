@@ -16,9 +16,9 @@ from gpt4d.parallel.layers.experts import ExpertsSpec
 from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.sharding import NORMAL, TRANSPOSED, Axes
 from gpt4d.parallel.layout import ParameterSpec
-from gpt4d.parallel.symbolic import tape
+from gpt4d.parallel.symbolic.costs import Computation
 from gpt4d.parallel.symbolic.stage import SymbolicGrid, SymbolicLayer, SymbolicWeights
-from gpt4d.parallel.symbolic.tensor import Computation, SymbolicTensor
+from gpt4d.parallel.symbolic.tensor import SymbolicTensor, backward, leaf
 
 if TYPE_CHECKING:
     from gpt4d.model.description import Description, Unit
@@ -99,10 +99,10 @@ class Probe:
             if not edge.has_gradient:
                 received[name] = tensor(edge.shape(1, length), dtype)
             else:
-                received[name] = tape.leaf(device, edge.shape(1, length), dtype, lambda gradient: None)
+                received[name] = leaf(device, edge.shape(1, length), dtype, lambda gradient: None)
         produced = spec.compute(model, unit.part, received, *spec.planned_batch(tensor, 1, length))
         forward, device.backward = device.flops, True
-        tape.backward([(out, out.like()) for out in produced.values() if out.edge is not None])
+        backward([(out, out.like()) for out in produced.values() if out.edge is not None])
         names: dict[str, list[str]] = {phase: [] for phase in (FORWARD, RECOMPUTATION, BACKWARD)}
         for phase, name in weights.uses:
             names[phase].append(name.removeprefix(_prefix(unit)))

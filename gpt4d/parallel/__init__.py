@@ -3,6 +3,7 @@
 - ``layout``, ``grid``, ``stage_plan``, ``stage``: where tensors and stages are.
 - ``context``, ``sharded_weights``, ``gradient_reducer``: the settings and weights of layers, and the communication of
   weights and gradients.
+- ``kernels``, ``functions``: kernels and functions with a gradient, from which layers are built.
 - ``engine``: when to prefetch, reduce and interleave. It does not import torch, so that the planner can execute it.
 - ``comm``: collectives and their statistics; ``comm.cpu`` is the transport between ranks without NCCL.
 - ``layers``: a spec for each kind of layer, and its kernels, which import torch at their first use (``lazy``).

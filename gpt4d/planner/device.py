@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from gpt4d.config import ClusterConfig, GridSizes
 from gpt4d.config.trainer_profiles import PROFILES
 from gpt4d.parallel.comm import message_size
-from gpt4d.parallel.symbolic.tensor import Computation
+from gpt4d.parallel.symbolic.costs import Computation
 from gpt4d.planner.topology import ALL_TO_ALL, RankSpan, Speed, exchange_speed, message_speed, spans, speed
 
 AXES = (*GridSizes._fields, "context", "batch", "world", "stage")

@@ -24,9 +24,9 @@ from gpt4d.parallel.context import Context, layer_settings
 from gpt4d.parallel.engine.prefetch import BACKWARD, FORWARD, RECOMPUTATION, WeightUse, weight_order
 from gpt4d.parallel.layout import CHUNK
 from gpt4d.parallel.pipeline.schedule import single_stage
-from gpt4d.parallel.symbolic import tape
+from gpt4d.parallel.symbolic.costs import Computation
 from gpt4d.parallel.symbolic.stage import MASTER_BYTES, SymbolicGrid, SymbolicLayer, SymbolicWeights
-from gpt4d.parallel.symbolic.tensor import Computation, Storage, SymbolicTensor
+from gpt4d.parallel.symbolic.tensor import Storage, SymbolicTensor, backward, leaf
 from gpt4d.parallel.weights import ComputeGradient
 from gpt4d.planner.device import Rates
 from gpt4d.planner.events import DELAYED, Drop, Event, Gather, Key, Parameter, Scatter, Start, Term, Wait, Work
@@ -429,7 +429,7 @@ def recorded_segments(layers: Layers, settings: Settings) -> list[Segment]:
             produced = computed.pop()
             results = [(out, out.like().new()) for out in produced.values() if out.edge is not None]
             del produced
-            tape.backward(results)
+            backward(results)
             results.clear()
     recorder.begin(DELAYED, len(recorder.places))
     if settings.splits_backwards:
@@ -448,4 +448,4 @@ def _received(tensor: EdgeTensor, weights: _RecordingWeights, settings: Settings
         return SymbolicTensor(device, shape, tensor.dtype(settings.dtype)).new()
     new = SymbolicTensor(device, shape, settings.dtype).new()
     kept: list[SymbolicTensor] = []  # the gradient, until it is sent
-    return new.alias(tape.leaf(device, shape, settings.dtype, kept.append).edge)
+    return new.alias(leaf(device, shape, settings.dtype, kept.append).edge)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from gpt4d.config import GridSizes, OptimConfig
 from gpt4d.optim.matrices import EXCHANGES, Matrix, matrices_of, num_states, number_of_places, rows_of
 from gpt4d.parallel.layout import ParameterSpec
+from gpt4d.parallel.symbolic.costs import Computation
 from gpt4d.parallel.symbolic.stage import MASTER_BYTES
-from gpt4d.parallel.symbolic.tensor import Computation
 from gpt4d.planner.device import Device
 
 _LOCAL_OPERATIONS = 6  # of Muon on a weight: scale, momentum, direction, packing, weight decay, addition

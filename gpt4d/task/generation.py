@@ -11,6 +11,7 @@ from gpt4d.config import ConfigError
 from gpt4d.model import registry
 from gpt4d.model.description import STREAM, EdgeTensor
 from gpt4d.model.edges import edges, plain
+from gpt4d.parallel.comm.pending import MAX
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.key_value_cache import KeyValueCache
 from gpt4d.parallel.layers.sequence import TokenIndex, own_segments
@@ -18,7 +19,6 @@ from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.pipeline.runtime import forward_over_stages
 from gpt4d.parallel.pipeline.stage_links import Exchange
 from gpt4d.parallel.stage import Stage
-from gpt4d.parallel.symbolic.kernels import MAX
 from gpt4d.task.sampling import Sampler
 from gpt4d.task.task import Sampling
 

@@ -16,8 +16,8 @@ from torch._dynamo.utils import counters
 from gpt4d.config import ConfigError
 from gpt4d.parallel import compile
 from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.kernels import Kernel
 from gpt4d.parallel.layers import activations, conv, float8, group_norm, norm
-from gpt4d.parallel.symbolic.kernels import Kernel
 from gpt4d.runtime import compile_cache
 from gpt4d.step import TrainStep, build_stage
 from gpt4d.task.diffusion import Diffusion

@@ -22,9 +22,8 @@ from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layers.sequence import TokenIndex, own_segments, segments_of, tokens_of
 from gpt4d.parallel.sharded_weights import ShardedWeights
-from gpt4d.parallel.symbolic import tape
 from gpt4d.parallel.symbolic.stage import SymbolicAxis
-from gpt4d.parallel.symbolic.tensor import SymbolicTensor
+from gpt4d.parallel.symbolic.tensor import SymbolicTensor, backward, leaf
 from gpt4d.validation import validate
 from tests.parallel.counting_device import CountingDevice
 from tests.support.commands import wrong_messages
@@ -220,14 +219,14 @@ def planned(size: int, ring: bool, calls: int = 1) -> tuple[list, list, int]:
     device, context = CountingDevice(), Context(Grid.single_device(), torch.float64, context_ring=ring)
     layer = Layer(AttentionSpec(HEADS), ShardedWeights(context, torch.float64))
     shapes = [(SEQUENCES, LENGTH, heads, SIZE) for heads in (HEADS, 2, 2)]
-    leaves = [tape.leaf(device, shape, "float64", lambda gradient: None) for shape in shapes]
+    leaves = [leaf(device, shape, "float64", lambda gradient: None) for shape in shapes]
     ids, axis = SymbolicTensor(device, (SEQUENCES,), "int64"), Grid.single_device().axis(None)
     tokens = TokenIndex(ids, LENGTH, axis, context=SymbolicAxis(device, "context", size))
     out, *keys = leaves
     for _ in range(calls):  # the output of each call is the queries of the next one
         out = run_alone(layer(out, *keys, tokens)).view(shapes[0])
     forward, device.events = device.events, []
-    tape.backward([(out, out.like().new())])
+    backward([(out, out.like().new())])
     del out
     assert device.held == 0
     return forward, device.events, device.peak

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from gpt4d.parallel.compile import options_of
+from gpt4d.parallel.kernels import Kernel
 from gpt4d.parallel.layers import activations, float8, group_norm, heads, loss, norm
-from gpt4d.parallel.symbolic.kernels import Kernel
 from tests.support import cross_compiler
 from tests.support.grids import full
 from tests.support.parallel_kernels import Sizes, fused_examples

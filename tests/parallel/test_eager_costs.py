@@ -8,7 +8,8 @@ import torch
 
 from benchmarks.laboratory.memory import allocated_peak
 from benchmarks.laboratory.virtual_operations import nbytes, tensors_in
-from gpt4d.parallel.symbolic.kernels import EAGER_COSTS, Kernel, PlannedKernel
+from gpt4d.parallel.kernels import Kernel, PlannedKernel
+from gpt4d.parallel.symbolic.costs import EAGER_COSTS, minimum_bytes
 from tests.parallel.counting_device import CountedOperations
 from tests.support import parallel_kernels
 from tests.support.parallel_kernels import examples, further_examples, symbolic
@@ -32,11 +33,11 @@ def test_the_declared_shapes_and_dtypes_are_those_of_the_results():
 
 
 def measure(kernel: Kernel, arguments: tuple) -> tuple[float, int, float]:
-    """Return the bytes moved, relative to ``Kernel.minimum_bytes``, the operations, and temporary bytes."""
+    """Return the bytes moved, relative to ``minimum_bytes``, the operations, and temporary bytes."""
     function = kernel.in_torch
     with CountedOperations() as counted:
         results = function(*arguments)
-    needed = kernel.minimum_bytes(*map(symbolic, arguments))
+    needed = minimum_bytes(kernel, *map(symbolic, arguments))
     given = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(arguments)}
     new = sum(nbytes(one) for one in tensors_in(results) if one.untyped_storage().data_ptr() not in given)
     del results

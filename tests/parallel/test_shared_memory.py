@@ -11,8 +11,8 @@ from gpt4d.parallel.comm import collectives, message_size
 from gpt4d.parallel.comm.cpu import shared_memory, two_level
 from gpt4d.parallel.comm.cpu.shared_memory import SharedMemoryTransport
 from gpt4d.parallel.comm.cpu.two_level import TwoLevelTransport
+from gpt4d.parallel.comm.pending import MAX
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.symbolic.kernels import MAX
 from tests.support.parallel_runs import axis_across_hosts, grid_on_hosts
 from tests.support.rank_pool import RankFailure
 

@@ -19,9 +19,8 @@ from gpt4d.parallel.layers.linear import LinearSpec, concatenate, separate
 from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layers.sequence import TokenIndex
 from gpt4d.parallel.sharded_weights import ShardedWeights
-from gpt4d.parallel.symbolic import tape
 from gpt4d.parallel.symbolic.stage import SymbolicGrid, SymbolicLayer, SymbolicWeights
-from gpt4d.parallel.symbolic.tensor import SymbolicTensor
+from gpt4d.parallel.symbolic.tensor import SymbolicTensor, backward, leaf
 from tests.parallel.counting_device import CountedOperations, CountingDevice
 
 B, S, H, SIZE = 2, 6, 4, 8  # of attention
@@ -67,14 +66,14 @@ def in_symbols(device, function, shapes, dtype=torch.float32) -> tuple[list, lis
     """Return the same as ``in_torch``."""
     gradients: dict[int, SymbolicTensor] = {}
     leaves = [
-        tape.leaf(device, shape, kind(torch.empty(0, dtype=dtype))[1], lambda d, i=i: gradients.setdefault(i, d))
+        leaf(device, shape, kind(torch.empty(0, dtype=dtype))[1], lambda d, i=i: gradients.setdefault(i, d))
         for i, shape in enumerate(shapes)
     ]
     out = function(*leaves)
     results = out if isinstance(out, tuple) else (out,)
     saved = saved_by({result.grad_fn for result in results})
     kinds = [kind(result) for result in results]
-    tape.backward([(result, result.like().new()) for result in results])
+    backward([(result, result.like().new()) for result in results])
     return kinds, [kind(gradients[i]) for i in range(len(shapes))], saved
 
 

@@ -10,10 +10,9 @@ from gpt4d.config import Config, GridSizes
 from gpt4d.model import registry
 from gpt4d.parallel.context import Context, layer_settings
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.symbolic import tape
-from gpt4d.parallel.symbolic.kernels import Kernel, PlannedKernel
+from gpt4d.parallel.kernels import Kernel, PlannedKernel
 from gpt4d.parallel.symbolic.stage import SymbolicGrid, SymbolicLayer, SymbolicWeights
-from gpt4d.parallel.symbolic.tensor import SymbolicTensor
+from gpt4d.parallel.symbolic.tensor import SymbolicTensor, backward
 from gpt4d.step import build_stage
 from tests.parallel.counting_device import CountingDevice
 from tests.support.grids import full
@@ -69,7 +68,7 @@ def on_symbolic_tensors(config: Config):
         (part,) = description.spec.parts
         batch = description.spec.planned_batch(new, SAMPLES, train.seq_len)
         loss = description.spec.compute(model, part, {}, *batch)["loss"]
-        tape.backward([(loss, loss.like())])
+        backward([(loss, loss.like())])
 
     return run
 

@@ -19,13 +19,13 @@ from gpt4d.model.description import STREAM, Description, EdgeTensor, Tensors, un
 from gpt4d.model.family import Family
 from gpt4d.model.parts import Part
 from gpt4d.parallel.engine.interleave import run_alone, run_blocks
+from gpt4d.parallel.functions import Function, TorchFunction
+from gpt4d.parallel.kernels import kernel, planned_kernel, wide_dtype
 from gpt4d.parallel.layers.activations import SwigluFunction
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec, LayersSpec
 from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.product import cast_to
 from gpt4d.parallel.layout import Layout
-from gpt4d.parallel.symbolic.kernels import Function, TorchFunction, kernel, planned_kernel
-from gpt4d.parallel.symbolic.tensor import wide_dtype
 from gpt4d.task import registry as tasks
 
 STD = 0.15  # of initial weights

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from gpt4d.parallel.kernels import Kernel
 from gpt4d.parallel.layers import (
     activations,
     attention,
@@ -23,7 +24,6 @@ from gpt4d.parallel.layers import (
     routing,
     sequence,
 )
-from gpt4d.parallel.symbolic.kernels import Kernel
 from gpt4d.parallel.symbolic.tensor import SymbolicTensor
 
 Examples = list[tuple[Kernel, tuple]]

@@ -16,11 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 from gpt4d.parallel.comm.cpu.gloo import GlooTransport
-from gpt4d.parallel.comm.pending import Pending
+from gpt4d.parallel.comm.pending import SUM, Pending
 from gpt4d.parallel.comm.process_group import ProcessGroupTransport
 from gpt4d.parallel.comm.stats import CommStats, InFlightCollective
 from gpt4d.parallel.comm.transport import Transport
-from gpt4d.parallel.symbolic.kernels import SUM
 
 PROBE_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 22}
 

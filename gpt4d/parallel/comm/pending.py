@@ -1,9 +1,11 @@
-"""A collective in flight. No torch here."""
+"""A collective in flight, and the operations of an all-reduce. No torch here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Protocol
+
+SUM, MAX = "sum", "max"  # operations of an all-reduce
 
 
 class InFlight(Protocol):

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from gpt4d.parallel.comm.pending import Pending
+from gpt4d.parallel.comm.pending import MAX, SUM, Pending
 from gpt4d.parallel.comm.transport import Transport
-from gpt4d.parallel.symbolic.kernels import MAX, SUM
 
 # torch 2.13 renamed the 1-D forms; 2.11 knows only the old names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

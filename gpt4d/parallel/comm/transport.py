@@ -23,7 +23,7 @@ class Transport(ABC):
 
     @abstractmethod
     def start_all_reduce(self, tensor: torch.Tensor, op: str) -> Pending:
-        """Start to reduce ``tensor`` in place, by SUM or MAX (gpt4d.parallel.symbolic.kernels)."""
+        """Start to reduce ``tensor`` in place, by SUM or MAX (gpt4d.parallel.comm.pending)."""
 
     @abstractmethod
     def start_all_gather(self, shard: torch.Tensor) -> Pending:

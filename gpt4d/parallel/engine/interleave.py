@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Coroutine, Generator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from gpt4d.parallel.functions import TorchFunction
+from gpt4d.parallel.kernels import planned_kernel
 from gpt4d.parallel.lazy import torch
-from gpt4d.parallel.symbolic.kernels import TorchFunction, planned_kernel
 
 Result = TypeVar("Result")
 

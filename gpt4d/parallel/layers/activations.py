@@ -11,9 +11,10 @@ from functools import partial
 from typing import Any, ClassVar
 
 from gpt4d.parallel import random
+from gpt4d.parallel.functions import Function, TorchFunction
+from gpt4d.parallel.kernels import Kernel, kernel, planned_kernel
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.lazy import F, torch
-from gpt4d.parallel.symbolic.kernels import Function, Kernel, TorchFunction, kernel, planned_kernel
 
 _ROWS = 128  # rows per partial sum: with them, torch.compile needs no second pass over the gradients
 

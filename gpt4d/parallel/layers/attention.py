@@ -12,6 +12,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from gpt4d.parallel import random
+from gpt4d.parallel.functions import TorchFunction
+from gpt4d.parallel.kernels import kernel, planned_kernel, wide_dtype
 from gpt4d.parallel.layers.activations import DropoutFunction
 from gpt4d.parallel.layers.attention_backends import attention_of_documents, takes_documents, with_heads
 from gpt4d.parallel.layers.context_attention import (
@@ -25,8 +27,6 @@ from gpt4d.parallel.layers.context_attention import (
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.sharding import local_heads
 from gpt4d.parallel.lazy import F, torch
-from gpt4d.parallel.symbolic.kernels import TorchFunction, kernel, planned_kernel
-from gpt4d.parallel.symbolic.tensor import wide_dtype
 
 
 @kernel(lambda sample_ids, places, key, first_head, heads: sample_ids.like((*sample_ids.shape, heads, places.shape[1])))

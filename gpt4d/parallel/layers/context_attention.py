@@ -24,14 +24,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpt4d.parallel.engine.interleave import YieldPoint
+from gpt4d.parallel.functions import Function
+from gpt4d.parallel.kernels import kernel, wide_dtype
 from gpt4d.parallel.layers.attention_backends import takes_documents, with_heads
 from gpt4d.parallel.layers.exchange import SentFunction, exchanged
 from gpt4d.parallel.layers.heads import StackedFunction
 from gpt4d.parallel.layers.product import cast, placeholder
 from gpt4d.parallel.layers.sequence import segments_of
 from gpt4d.parallel.lazy import torch
-from gpt4d.parallel.symbolic.kernels import Function, kernel
-from gpt4d.parallel.symbolic.tensor import wide_dtype
 
 if TYPE_CHECKING:
     from gpt4d.parallel.layers.documents import Documents

@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from gpt4d.parallel.functions import Function
+from gpt4d.parallel.kernels import kernel, wide_dtype
 from gpt4d.parallel.layers.activations import silu
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.linear import LinearSpec
@@ -16,8 +18,6 @@ from gpt4d.parallel.layers.product import cast_to
 from gpt4d.parallel.layers.sharding import Axes
 from gpt4d.parallel.layout import Layout, ParameterSpec
 from gpt4d.parallel.lazy import F, torch
-from gpt4d.parallel.symbolic.kernels import Function, kernel
-from gpt4d.parallel.symbolic.tensor import wide_dtype
 
 
 def _rows_bytes(table, ids) -> int:

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from gpt4d.parallel.comm.pending import Pending
 from gpt4d.parallel.engine.interleave import YieldPoint
+from gpt4d.parallel.functions import Function
 from gpt4d.parallel.layers.product import FEATURES, TOKENS, placeholder, start_gather, start_scatter
-from gpt4d.parallel.symbolic.kernels import Function
 
 
 class Exchange(Protocol):

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from gpt4d.parallel.functions import Function
+from gpt4d.parallel.kernels import Symbolic, kernel
 from gpt4d.parallel.layers.exchange import AllToAll, Exchanges, Summed, SummedGradient, exchanged
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.matmul import matmul, product
@@ -21,8 +23,6 @@ from gpt4d.parallel.layers.product import TOKENS, ProductContext, Recomputable, 
 from gpt4d.parallel.layers.routing import Routing
 from gpt4d.parallel.layout import Layout, Matrices, ParameterSpec
 from gpt4d.parallel.lazy import F, torch
-from gpt4d.parallel.symbolic.kernels import Function, kernel
-from gpt4d.parallel.symbolic.tensor import SymbolicTensor
 
 
 def _flops(rows_RK, weight_EKN) -> int:
@@ -33,11 +33,11 @@ def _flops(rows_RK, weight_EKN) -> int:
     return product
 
 
-def _linear(x_RK, weight, rows_E) -> SymbolicTensor:
+def _linear(x_RK, weight, rows_E) -> Any:
     return x_RK.like((x_RK.shape[0], *weight.shape[2:]))
 
 
-def _on_cpu(result: SymbolicTensor) -> int:
+def _on_cpu(result: Any) -> int:
     """Return the bytes of the results of all experts, which a CPU computes one by one and then joins."""
     return result.nbytes if result.is_cpu else 0
 
@@ -357,7 +357,7 @@ class ExpertsSpec(LayerSpec):
 
 def rows_per_rank(sent: _Order, rows_of_ranks: Any, ranks: int) -> tuple[list[int], list[int]]:
     """Return the numbers of rows that this rank sends to each rank and receives from it, on the host."""
-    if isinstance(rows_of_ranks, SymbolicTensor):
+    if isinstance(rows_of_ranks, Symbolic):
         total, device = sent.order.shape[0], rows_of_ranks.device
         return equal_shares(total, ranks), equal_shares(round(total * device.imbalance), ranks)
     sent_rows, received_rows = sent.rows, rows_of_ranks

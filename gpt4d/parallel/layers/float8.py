@@ -21,10 +21,10 @@ from typing import Any
 from gpt4d.config import ConfigError
 from gpt4d.parallel.comm.pending import Pending
 from gpt4d.parallel.compile import fused
+from gpt4d.parallel.kernels import kernel
 from gpt4d.parallel.layers.product import add_gradient_, cast_to
 from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.lazy import torch
-from gpt4d.parallel.symbolic.kernels import kernel
 
 VALUES, GRADIENTS = "float8_e4m3fn", "float8_e5m2"
 LARGEST = {VALUES: 7, GRADIENTS: 14}  # a converted tensor's largest absolute value is between 2**n and 2**(n + 1)

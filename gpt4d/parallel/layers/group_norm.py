@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
+from gpt4d.parallel.functions import Function
+from gpt4d.parallel.kernels import kernel, wide_dtype
 from gpt4d.parallel.layers import sharding
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.product import Recomputable
 from gpt4d.parallel.layout import Layout, ParameterSpec
 from gpt4d.parallel.lazy import F, torch
-from gpt4d.parallel.symbolic.kernels import Function, kernel
-from gpt4d.parallel.symbolic.tensor import wide_dtype
 
 
 @dataclass(frozen=True)

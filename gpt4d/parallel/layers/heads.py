@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from gpt4d.parallel.functions import Function, TorchFunction
+from gpt4d.parallel.kernels import kernel, planned_kernel
 from gpt4d.parallel.layers import sharding
 from gpt4d.parallel.layers.exchange import GatheredFeatures, exchanged
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.product import cast_to
 from gpt4d.parallel.lazy import torch
-from gpt4d.parallel.symbolic.kernels import Function, TorchFunction, kernel, planned_kernel
 
 
 @functools.cache

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from gpt4d.parallel.functions import TorchFunction
+from gpt4d.parallel.kernels import block_rows, kernel, planned_kernel
 from gpt4d.parallel.layers import sharding
 from gpt4d.parallel.layers.float8 import Float8Matmul
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
@@ -21,9 +23,6 @@ from gpt4d.parallel.layers.product import FEATURES, Operation, ProductContext, m
 from gpt4d.parallel.layers.sharding import Axes
 from gpt4d.parallel.layout import Layout, Matrices, ParameterSpec
 from gpt4d.parallel.lazy import torch
-from gpt4d.parallel.symbolic import kernels
-from gpt4d.parallel.symbolic.kernels import TorchFunction, kernel, planned_kernel
-from gpt4d.parallel.symbolic.tensor import ITEMSIZE
 
 
 def _rows(x_BK) -> int:
@@ -78,10 +77,10 @@ def _temporary_bytes(d_out_BN, x_BK, weight, added_to, transposed: bool) -> int:
     first, second = (math.prod(tensor.shape) // count for tensor in (x_BK, d_out_BN))
     if transposed:
         first, second = second, first
-    rows = min(first, kernels.block_rows(count)) if converts else first
+    rows = min(first, block_rows(count)) if converts else first
     converted = count * (second + rows) if converts else 0
     product = 0 if added_to is None and rows == first else rows * second
-    return (converted + product) * ITEMSIZE[weight.dtype]
+    return (converted + product) * weight.itemsize
 
 
 def _linear_weight_gradient_results(d_out_BN, x_BK, weight, added_to, transposed: bool):

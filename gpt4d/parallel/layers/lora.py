@@ -19,11 +19,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from gpt4d.parallel.kernels import kernel
 from gpt4d.parallel.layers.product import Operation, add_gradient_, cast, placeholder
 from gpt4d.parallel.layers.sharding import Axes, named
 from gpt4d.parallel.layout import Layout, ParameterSpec
 from gpt4d.parallel.lazy import torch
-from gpt4d.parallel.symbolic.kernels import kernel
 
 A, B = "lora_a", "lora_b"  # names of an adapter's parameters
 

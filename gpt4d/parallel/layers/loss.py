@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from gpt4d.parallel import compile
+from gpt4d.parallel.comm.pending import MAX
 from gpt4d.parallel.compile import fused
 from gpt4d.parallel.engine.interleave import join
+from gpt4d.parallel.functions import Function, TorchFunction
+from gpt4d.parallel.kernels import kernel, num_blocks, planned_kernel, wide_dtype
 from gpt4d.parallel.layers.product import TOKENS, ProductContext, start_gather, start_scatter
 from gpt4d.parallel.lazy import torch
-from gpt4d.parallel.symbolic.kernels import MAX, Function, TorchFunction, kernel, num_blocks, planned_kernel
-from gpt4d.parallel.symbolic.tensor import wide_dtype
 
 
 class SavedLoss(NamedTuple):

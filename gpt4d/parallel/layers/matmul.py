@@ -10,8 +10,8 @@ import functools
 import platform
 from collections.abc import Callable
 
+from gpt4d.parallel.kernels import block_rows
 from gpt4d.parallel.lazy import torch
-from gpt4d.parallel.symbolic.kernels import block_rows
 
 _MIN_FLOPS = 1 << 22  # minimum size of a product for oneDNN, which takes 15 us longer to start than MKL
 

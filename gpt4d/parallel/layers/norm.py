@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from gpt4d.parallel.functions import Function
+from gpt4d.parallel.kernels import kernel, wide_dtype
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.product import Recomputable, cast_to
 from gpt4d.parallel.layout import Layout, ParameterSpec
 from gpt4d.parallel.lazy import F, torch
-from gpt4d.parallel.symbolic.kernels import Function, kernel
-from gpt4d.parallel.symbolic.tensor import wide_dtype
 
 
 def _added(x, branch):

@@ -21,9 +21,10 @@ from functools import cache, cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
 from gpt4d.parallel.engine.interleave import YieldPoint
+from gpt4d.parallel.functions import Function
+from gpt4d.parallel.kernels import kernel
 from gpt4d.parallel.layers import sharding
 from gpt4d.parallel.lazy import torch
-from gpt4d.parallel.symbolic.kernels import Function, kernel
 
 
 class Recomputable(NamedTuple):

@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from gpt4d.parallel.functions import Function
+from gpt4d.parallel.kernels import kernel, wide_dtype
 from gpt4d.parallel.layers.exchange import Summed, exchanged
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.matmul import matmul
 from gpt4d.parallel.layers.sequence import TokenIndex
 from gpt4d.parallel.layout import Layout, ParameterSpec
 from gpt4d.parallel.lazy import torch
-from gpt4d.parallel.symbolic.kernels import Function, kernel
-from gpt4d.parallel.symbolic.tensor import wide_dtype
 
 
 def _flops(x_TH, weight_HE, *_: Any) -> int:

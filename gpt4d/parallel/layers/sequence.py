@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from gpt4d.parallel.kernels import kernel
 from gpt4d.parallel.lazy import torch
-from gpt4d.parallel.symbolic.kernels import kernel
 
 if TYPE_CHECKING:
     from gpt4d.parallel.layers.documents import Documents

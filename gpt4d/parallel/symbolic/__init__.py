@@ -1,1 +1,1 @@
-"""Tensors without values, their kernels and their autograd graph: the planner runs layers on them. No torch here."""
+"""Tensors without values, their autograd graph and a stage of them: the planner runs layers on them. No torch here."""

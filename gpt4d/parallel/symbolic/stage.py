@@ -12,15 +12,14 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from gpt4d.config import GridSizes
-from gpt4d.parallel.comm.pending import Pending
+from gpt4d.parallel.comm.pending import SUM, Pending
 from gpt4d.parallel.context import Context
 from gpt4d.parallel.engine.reduction import Bucket, GradientSums, default_bucket_bytes, gradient_buckets
 from gpt4d.parallel.layers.float8 import gathered, start_weight_gather
 from gpt4d.parallel.layers.layer import LayerSpec
 from gpt4d.parallel.layout import ParameterSpec
-from gpt4d.parallel.symbolic import tape
-from gpt4d.parallel.symbolic.kernels import SUM
-from gpt4d.parallel.symbolic.tensor import Computation, Storage, SymbolicDevice, SymbolicTensor
+from gpt4d.parallel.symbolic.costs import Computation
+from gpt4d.parallel.symbolic.tensor import Storage, SymbolicDevice, SymbolicTensor, checkpointed, leaf
 from gpt4d.parallel.weights import Weights
 
 MASTER_DTYPE, MASTER_BYTES = "float32", 4  # dtype and bytes per element of weight, gradient and both AdamW states
@@ -177,7 +176,7 @@ class SymbolicWeights(Weights):
     def _checkpointed(
         self, function: Callable, inputs: Sequence[Any], around: Callable[[], AbstractContextManager]
     ) -> Any:
-        return tape.checkpointed(self.device, function, inputs, around)
+        return checkpointed(self.device, function, inputs, around)
 
     def shard(self, name: str) -> SymbolicTensor:
         """Return this device's shard of a parameter."""
@@ -190,7 +189,7 @@ class SymbolicWeights(Weights):
             spec, dtype = self.parameters[name], MASTER_DTYPE
             if spec.frozen and not spec.state:
                 dtype = self.context.compute_dtype
-            shard = tape.leaf(self.device, self._shapes[name], dtype, add)
+            shard = leaf(self.device, self._shapes[name], dtype, add)
             if spec.frozen and not spec.streamed:
                 shard = shard.detach()
             self._shards[name] = shard

@@ -10,6 +10,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt4d.config import GridSizes, divisors
+from gpt4d.parallel import kernels
 from gpt4d.parallel.context import Context
 from gpt4d.parallel.engine.interleave import run_alone
 from gpt4d.parallel.grid import Grid
@@ -28,7 +29,6 @@ from gpt4d.parallel.layers.sequence import TokenIndex
 from gpt4d.parallel.layers.sharding import NORMAL, TRANSPOSED, Axes
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.sharded_weights import ShardedWeights
-from gpt4d.parallel.symbolic import kernels
 from tests.parallel.layers.oracle import check, check_cases, close, filled, normal, part, weights_on
 from tests.support.grids import BINARY_GRIDS, PAIRWISE_GRIDS, full, grid_name, sampled
 

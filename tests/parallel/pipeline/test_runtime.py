@@ -12,9 +12,8 @@ from gpt4d.model.edges import edges, plain
 from gpt4d.parallel.context import Context
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.resharding.transfer import ReshardingInFlight
-from gpt4d.parallel.symbolic import tape
 from gpt4d.parallel.symbolic.stage import SymbolicGrid, SymbolicLayer, SymbolicWeights
-from gpt4d.parallel.symbolic.tensor import SymbolicTensor
+from gpt4d.parallel.symbolic.tensor import SymbolicTensor, backward
 from gpt4d.plan import ParallelPlan
 from gpt4d.step import build_stage
 from gpt4d.validation import validate
@@ -102,7 +101,7 @@ def test_a_planned_microbatch_reads_and_writes_as_many_bytes_as_torch(configure_
     context = Context(SymbolicGrid(device, GridSizes()), "float32")
     layer = SymbolicLayer(spec, SymbolicWeights(context, spec.all_parameters, gradient_bytes=1 << 20))
     loss = spec.compute(layer, part, {}, *planned)["loss"]
-    tape.backward([(loss, loss.like())])
+    backward([(loss, loss.like())])
     with CountedOperations() as counter:
         stage.module.loss_sum(*batch).backward()
     assert device.moved == pytest.approx(counter.moved, rel=0.002)

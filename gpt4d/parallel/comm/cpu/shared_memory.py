@@ -18,9 +18,8 @@ import torch
 
 from gpt4d.parallel.comm.cpu import processor
 from gpt4d.parallel.comm.cpu.gloo import GlooTransport
-from gpt4d.parallel.comm.pending import Pending
+from gpt4d.parallel.comm.pending import MAX, SUM, Pending
 from gpt4d.parallel.comm.transport import Transport
-from gpt4d.parallel.symbolic.kernels import MAX, SUM
 
 SLOT_BYTES = 64 << 20  # the largest tensor; only the part of a slot that is written takes memory
 _MAX_AHEAD = 2  # collectives by which a rank may be ahead of its peers, and may have in flight

@@ -1,0 +1,122 @@
+"""Kernels, from which layers are built. No torch here.
+
+A kernel has two definitions: the shapes of its results, from which the planner derives its time, and torch code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import update_wrapper
+from inspect import signature
+from typing import Any
+
+from gpt4d.parallel import compile
+
+BLOCK_ELEMENTS = 1 << 22  # 16 MiB of float32, for a CPU
+GPU_BLOCK_ELEMENTS = 1 << 28  # few blocks, because the host starts several kernels for each
+
+
+class Symbolic:
+    """A tensor without values (gpt4d.parallel.symbolic), on which kernels and functions only cost time and memory."""
+
+    __slots__ = ()
+    device: Any
+    dtype: str
+    shape: tuple[int, ...]
+
+    def run_kernel(self, kernel: Kernel, args: tuple) -> Any:
+        """Return the results of a kernel whose first argument is this tensor."""
+        raise NotImplementedError
+
+    def run_function(self, function: Any, args: tuple) -> Any:
+        """Return the results of a function (gpt4d.parallel.functions) whose first argument is this tensor."""
+        raise NotImplementedError
+
+
+def wide_dtype(tensor: Any) -> str:
+    """Return the dtype of a symbolic tensor's statistics: float32, or float64 for a float64 tensor."""
+    return "float64" if tensor.dtype == "float64" else "float32"
+
+
+def block_rows(columns: int) -> int:
+    """Return the number of rows of a matrix with ``columns`` columns that a CPU converts to float32 at a time."""
+    return max(1, BLOCK_ELEMENTS // max(1, columns))
+
+
+def num_blocks(matrix: Any, compiled: bool) -> int:
+    """Return the number of equal blocks of rows in which an elementwise kernel converts a matrix to float32.
+
+    Blocks limit the memory of the converted values, which a ``compiled`` kernel on a GPU does not store.
+    """
+    rows, columns = matrix.shape
+    if matrix.is_cpu:
+        return -(-rows // block_rows(columns))
+    return 1 if compiled else -(-rows // max(1, GPU_BLOCK_ELEMENTS // columns))
+
+
+class Kernel:
+    """A function of tensors without a gradient or a collective. Its first argument is a tensor.
+
+    On symbolic tensors it takes the time of reading its arguments and writing its results, or, if it is not compiled,
+    the time that gpt4d.parallel.symbolic.costs records.
+
+    Args:
+        in_torch: computes the results of torch tensors.
+        shapes: maps symbolic arguments to the results, new tensors or arguments that are overwritten.
+        fused: torch.compile fuses the kernel into one operation.
+        blocks: maps the arguments to the number of blocks that the kernel processes. torch.compile fuses each block
+            into one operation.
+        flops: maps the arguments to the floating-point operations of a product.
+        float8: the factors of the product are float8.
+        attention: maps the arguments of attention to the floating-point operations without masked products.
+        moved: maps the arguments to the bytes read and written, for a kernel that does not read complete arguments.
+        unread: names of the arguments of which the kernel uses only the shape or the dtype.
+        copied: maps the arguments to the bytes that a product reads and writes before or after it multiplies.
+        temporary: maps the arguments to the bytes of temporary tensors, for a kernel without recorded costs.
+        converts: the kernel converts the dtype, and takes no time if the first argument already has the dtype.
+        free: the kernel takes no time, and its results take no memory.
+    """
+
+    def __init__(
+        self,
+        in_torch: Callable[..., Any],
+        shapes: Callable[..., Any],
+        fused: bool = False,
+        blocks: Callable[..., int] | None = None,
+        flops: Callable[..., float] | None = None,
+        float8: bool = False,
+        attention: Callable[..., float] | None = None,
+        moved: Callable[..., float] | None = None,
+        unread: Collection[str] = (),
+        copied: Callable[..., float] | None = None,
+        temporary: Callable[..., float] | None = None,
+        converts: bool = False,
+        free: bool = False,
+    ):
+        self.in_torch, self.shapes, self.fused, self.blocks = in_torch, shapes, fused, blocks
+        self.flops, self.float8, self.attention = flops, float8, attention
+        self.moved, self.copied, self.temporary = moved, copied, temporary
+        self.converts, self.free = converts, free
+        self.name = f"{in_torch.__module__.rpartition('.')[2]}.{in_torch.__name__}"
+        self.unread = [index for index, name in enumerate(signature(in_torch).parameters) if name in unread]
+        self._run = compile.fused(in_torch) if fused else in_torch
+        update_wrapper(self, in_torch)
+
+    def __call__(self, *args: Any) -> Any:
+        if isinstance(args[0], Symbolic):
+            return args[0].run_kernel(self, args)
+        return self._run(*args)
+
+
+class PlannedKernel(Kernel):
+    """A kernel that torch runs inside a ``TorchFunction``: costs and shapes of results, without torch code."""
+
+
+def kernel(shapes: Callable[..., Any], **options: Any) -> Callable[[Callable[..., Any]], Kernel]:
+    """Decorate the torch code of a kernel with the shapes of its results. Options as for ``Kernel``."""
+    return lambda in_torch: Kernel(in_torch, shapes, **options)
+
+
+def planned_kernel(shapes: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Declare a planned kernel by the shapes of its results. Options as for ``Kernel``."""
+    return PlannedKernel(shapes, shapes) if shapes else lambda function: PlannedKernel(function, function, **options)
