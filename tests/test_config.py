@@ -301,6 +301,13 @@ def test_validation_and_every_module_with_kernels_or_specs_import_no_torch():
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+def test_the_first_use_of_torch_replaces_its_stand_in_in_all_modules():
+    use = "import sys; from gpt4d.parallel.layers import linear, norm; linear.torch.float32; found = sys.modules.get"
+    replaced = "norm.torch is linear.torch is found('torch') and norm.F is found('torch.nn.functional')"
+    script = f"{use}; sys.exit(not ({replaced}))"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 def test_each_plan_pads_the_vocabulary_as_its_grids_need():
     model = ["model=gpt_tiny", "model.hidden=480", "model.heads=15", "model.vocab_size=259", "train.batch_size=15"]
     stages = ["parallel.pipeline.stages=2", "parallel.pipeline.stage_grids=[5x1x1x1,1x1x3x1]", "model.layers=4"]
