@@ -2,7 +2,7 @@
 
 A benchmark is a module of ``benchmarks.experiments`` with
 
-- ``Settings``: a dataclass of its ``key=value`` arguments, of which ``out`` is the path of the results without suffix;
+- ``Settings``: a dataclass of its ``key=value`` arguments. ``out`` is the path of the results without suffix;
   or a function ``read_settings`` of the arguments
 - ``PACKAGES``: packages whose versions the results state
 - ``run(settings)``: prints results and yields them for the JSON file, again after each case

@@ -20,7 +20,7 @@ class GradientStep(Protocol):
         """Compute all gradients."""
 
     def collect_results(self) -> dict:
-        """Delete the gradients, and return further results."""
+        """Delete the gradients, and return additional results."""
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return the gradients of global tensors, with the same names for all contenders. Every rank calls it."""
@@ -73,7 +73,7 @@ def largest_difference(found: dict[str, torch.Tensor], expected: dict[str, torch
 
 
 def global_tensor(part: torch.Tensor, shape: Sequence[int], place: tuple[slice, ...]) -> torch.Tensor:
-    """Return a tensor of which each rank has the part at ``place``. Equally many ranks have each element."""
+    """Return a global tensor from the ranks' parts at ``place``. Equally many ranks have each element."""
     total = part.new_zeros(shape)
     total[place] = part
     dist.all_reduce(total)

@@ -42,7 +42,7 @@ class WorkerGroup:
         self._signal(signal.SIGSTOP)
 
     def step(self, contender: str) -> dict:
-        """Run one step and return its answer, ``{"seconds": …}`` and further keys.
+        """Run one step and return its answer, ``{"seconds": …}`` and additional keys.
 
         Raises RuntimeError with the ranks' standard error if one has ended, or if no answer comes in time.
         """

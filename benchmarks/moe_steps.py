@@ -82,7 +82,7 @@ class MoeWork:
 
 
 def token_tensors(output: torch.Tensor, inputs: torch.Tensor, work: MoeWork, place: tuple[slice, ...]) -> dict:
-    """Return the global output of the last layer and the gradient of the inputs, of which a rank has ``place``."""
+    """Return the global output of the last layer and the gradient of the inputs, whose part at ``place`` a rank has."""
     assert inputs.grad is not None
     shape = work.inputs.shape
     return {

@@ -20,7 +20,7 @@ _WAIT_COLORS = {"x": "#1f77b4", "y": "#2ca02c", "z": "#d62728", "data": "#9467bd
 
 
 def row(family: str, name: str, answers: list[dict]) -> dict:
-    """Return one contender's median step time, minimum, maximum, every repeat, and further keys of its answers.
+    """Return one contender's median step time, minimum, maximum, every repeat, and additional keys of its answers.
 
     The value of a key that ends in ``_s`` or ``_share`` is its median, or the median of each item, such as the wait for
     each axis in ``exposed_s``. The value of any other key is its last value. Runs on virtual devices in which the

@@ -29,7 +29,7 @@ def _modules() -> dict[str, list[str]]:
 
 
 def _site_path(path: str) -> str:
-    """Return the place in the site of a file of the repository."""
+    """Return the path in the site of a file of the repository."""
     return path.removeprefix("docs/") if path.startswith("docs/") else f"repository/{path}"
 
 

@@ -33,7 +33,7 @@ class Profile:
 
     The profiled steps produce ``run.dir/traces/steps_…/rank_00000.json.gz`` for each rank, for chrome://tracing or
     Perfetto. For the last step, rank 0 writes ``timeline.png`` and, with several stages, ``pipeline.png``. Results do
-    not change. On all further steps nothing is recorded, and the model has no hooks.
+    not change. On all other steps nothing is recorded, and the model has no hooks.
     """
 
     def __init__(self, config: Config, train_step: TrainStep, logger, done: int):

@@ -117,7 +117,7 @@ def _build(
 
 
 def connect_stages(plan: ParallelPlan, stage: Stage, ranks_per_host: int, timeout: timedelta | None = None) -> None:
-    """Connect this rank's stage to all further stages of a pipeline. All ranks of the job call it together.
+    """Connect this rank's stage to all other stages of a pipeline. All ranks of the job call it together.
 
     Args:
         plan: the pipeline.

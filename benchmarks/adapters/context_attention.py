@@ -110,7 +110,7 @@ class RingAttention(torch.autograd.Function):
 
 
 def _combine_(out: torch.Tensor, statistics: torch.Tensor, part: torch.Tensor, part_statistics: torch.Tensor) -> None:
-    """Combine in place the results of queries with their results for further keys: outputs and log-sum-exps."""
+    """Combine in place the results of queries with their results for other keys: outputs and log-sum-exps."""
     weight = torch.sigmoid(part_statistics - statistics)
     out.lerp_(part, weight[..., None])
     statistics.copy_(torch.logaddexp(statistics, part_statistics))

@@ -29,7 +29,7 @@ class DuplicatedMuon:
     next weight is gathered concurrently with the computation. Each rank then applies its shard of the updates.
 
     Args:
-        muon: the optimizer that it replaces, of which it takes weights and settings.
+        muon: the optimizer that it replaces, whose weights and settings it takes.
         sharded: the optimizer states are sharded over data.
     """
 

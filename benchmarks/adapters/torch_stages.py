@@ -1,7 +1,7 @@
 """torch's pipeline stages on ``TorchGPT``: its schedules 1F1B and interleaved 1F1B, with DDP inside each stage.
 
-Every rank of a stage is a replica, and sends to the rank at its place in the next stage. As with megatron-core, the
-gradients of the tied embedding are summed over the first and the last stage when all microbatches are done.
+Every rank of a stage is a replica, and sends to the rank with the same index in the next stage. As with megatron-core,
+the gradients of the tied embedding are summed over the first and the last stage when all microbatches are done.
 """
 
 from collections.abc import Callable

@@ -5,8 +5,8 @@
 
 Trains ``train.py`` once on each grid, gx × gy × gz × gdata, under torchrun in a temporary directory, and compares the
 losses with the losses of the first grid. ``ddp4`` in place of a grid is the same run in torch's DistributedDataParallel
-on four ranks, with the model of transformers or diffusers (``benchmarks.adapters.ddp_run``). ``overrides`` are further
-settings of all runs. It takes a few minutes on two cores.
+on four ranks, with the model of transformers or diffusers (``benchmarks.adapters.ddp_run``). ``overrides`` are
+additional settings of all runs. It takes a few minutes on two cores.
 """
 
 import itertools

@@ -3,11 +3,11 @@
     python -m benchmarks moe [grids=1x1x8x1,1x1x8x1/chunks=2] [tokens=2048] [hidden=512] [inner=1344] [mbit=200]
         [repeats=5] [virtual=false] [continued=true] [out=benchmarks/results/moe]
 
-The ranks are virtual devices, first two hosts with four ranks each, and then one host. Each layer adds the output of 8
-experts, of which a token uses two, to its input. The experts of each token are drawn in advance, so all contenders have
-equal loads. All contenders first compute real values on this machine: outputs and gradients must agree. Then their
-steps alternate, and gradients of weights are reduced in each. ``exposed_s`` is the time in which a device of gpt4d
-waits for an axis. megatron-core takes part if it is installed.
+The ranks are virtual devices, first two hosts with four ranks each, and then one host. Each layer has 8 experts and
+adds the outputs of a token's two experts to its input. The experts of each token are drawn in advance, so all
+contenders have equal loads. All contenders first compute real values on this machine: outputs and gradients must agree.
+Then their steps alternate, and gradients of weights are reduced in each. ``exposed_s`` is the time in which a device of
+gpt4d waits for an axis. megatron-core takes part if it is installed.
 """
 
 import tempfile

@@ -3,9 +3,9 @@
     python -m benchmarks optimizers [model=gpt_tiny] [overrides='train.batch_size=8 …'] [steps=600] [seeds=3] \
 [adamw=0.004] [muon=0.016] [out=benchmarks/results/optimizers]
 
-For each seed, train.py runs with AdamW and then with Muon, on this machine alone. ``adamw`` and ``muon``
-are the tuned learning rates, and ``overrides`` are further settings of all runs. A run validates every ``every`` steps.
-Validation and saving do not count as seconds.
+For each seed, train.py runs with AdamW and then with Muon, on this machine alone. ``adamw`` and ``muon`` are the tuned
+learning rates, and ``overrides`` are additional settings of all runs. A run validates every ``every`` steps. Validation
+and saving do not count as seconds.
 """
 
 import statistics

@@ -45,7 +45,7 @@ _FIGURE_9 = (
     "eager_1f1b/broadcast",
     "eager_1f1b/signal",
 )
-_MAIN = "eager_1f1b/broadcast"  # compared with all further contenders
+_MAIN = "eager_1f1b/broadcast"  # compared with all other contenders
 
 
 @dataclass

@@ -10,7 +10,7 @@ Many ranks that share a few cores cannot show what overlap gains: while one rank
 Values computed under the device are meaningless. Its model:
 
 - A device executes operations sequentially. Each takes ``max(FLOPs / rate, bytes / bandwidth)`` plus the time of a
-  launch. Its large results are views of one block of zeros, and large tensors that it should change stay as they are.
+  launch. Its large results are views of one block of zeros, and an operation in place does not change large tensors.
 - An operation whose tensors are all small (losses, counters, token ids) is computed by the processor and takes no time
   of the device. Views and uninitialized tensors take no time either. The host waits for the device where a value is
   read.

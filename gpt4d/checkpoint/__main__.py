@@ -6,12 +6,12 @@
             dtype=float32|bfloat16|float16   by default the dtype of an imported model, otherwise float32
             weights=average|raw              by default the averages from which samples are drawn, if present
             adapter=true                     only the adapters of lora.*, for peft; by default they are merged
-    import  source=gpt2|DIR out=runs/NAME    from transformers or diffusers: weights to train further
+    import  source=gpt2|DIR out=runs/NAME    from transformers or diffusers: weights whose training continues
             tokenizer=none|NAME              instead of the tokenizer in source: a file, a directory or a hub name
             adapter=DIR                      also the adapters that peft has written to this directory
 
 ``checkpoint`` is a checkpoint or a run directory. In a run directory, ``verify`` checks all checkpoints, and every
-further command uses the newest checkpoint.
+other command uses the newest checkpoint.
 """
 
 import re

@@ -29,12 +29,12 @@ _WITHOUT_EFFECT = (
     "peft_version",
     "revision",
 )
-# Values of further settings with which peft computes the same as gpt4d. All other settings must be ``_OFF``.
+# Values of settings with which peft computes the same as gpt4d. All other settings must be ``_OFF``.
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
     "bias": ("none",),
-    "init_lora_weights": (True, False, "gaussian"),  # further kinds change the weights of the model
+    "init_lora_weights": (True, False, "gaussian"),  # other kinds change the weights of the model
     "layers_to_transform": (None,),  # false is the first layer
     "rank_pattern": ({},),
     "alpha_pattern": ({},),
@@ -104,8 +104,8 @@ def write(out: Path, read: Reader, model: ModelConfig) -> None:
 def read(directory: Path, model: ModelConfig) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
     """Return the settings and the tensors of adapters that peft has saved, as gpt4d's adapters of ``model``.
 
-    A fused layer of which only some matrices have adapters, such as queries and values, gets zeros for its further
-    matrices. Zeros remain zeros in a training. Raises ConfigError for settings and tensors without an equivalent.
+    If only some matrices of a fused layer have adapters, such as queries and values, its other matrices get zeros,
+    which remain zeros in a training. Raises ConfigError for settings and tensors without an equivalent.
     """
     source = f"adapter={directory}"
     lora, modules = _read_settings(source, read_json(source, directory / SETTINGS))

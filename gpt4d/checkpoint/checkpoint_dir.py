@@ -271,7 +271,7 @@ class Checkpoint:
         """Return the settings that differ from those with which the checkpoint was trained.
 
         Raises ConfigError if the checkpoint does not fit the model, or if a difference changes results and
-        ``checkpoint.allow_changes`` does not list it. A new ``optim.decay_from`` and further settings of the schedule
+        ``checkpoint.allow_changes`` does not list it. A new ``optim.decay_from`` and other settings of the schedule
         need not be listed: they must not change the learning rates with which the checkpoint was trained.
         """
         self.check_fits(config.model)

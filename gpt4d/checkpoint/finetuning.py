@@ -1,4 +1,4 @@
-"""The commands that train an imported model further, with settings that fit this machine. No torch here."""
+"""The commands that continue the training of an imported model, with settings that fit this machine. No torch here."""
 
 from dataclasses import asdict, replace
 from pathlib import Path

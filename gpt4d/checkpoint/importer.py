@@ -132,7 +132,7 @@ def _read_tokenizer(source: str, directory: Path, tokenizer: str | None, model: 
         last = parsed.id_to_token(tokens - 1)
         raise ConfigError(
             f"tokenizer={tokenizer or directory}: its {tokens} tokens are more than the model's {model.vocab_size}; "
-            f"use the model's own tokenizer, and name no further token in its settings (here {last})"
+            f"use the model's own tokenizer, and name no other token in its settings (here {last})"
         )
     return files
 

@@ -37,7 +37,7 @@ class RunCheckpoints:
     Args:
         plan: the grids to record; its configuration says where and how often to save.
         stage: the model on this rank.
-        task: identity of the data, and further state.
+        task: identity of the data, and additional state.
         task_name: its name in the registry.
         monitor: the loss monitor, whose statistics are saved and restored.
     """

@@ -65,7 +65,7 @@ class Saver:
     def start(
         self, meta: checkpoint_dir.Meta, shards: Mapping[str, LocalShard], documents: Mapping[str, bytes]
     ) -> None:
-        """Start to save ``shards`` (``storage.parts``) and ``documents``, further files as contents by name.
+        """Start to save ``shards`` (``storage.parts``) and ``documents``, additional files as contents by name.
 
         Call ``before_change`` before ``shards`` change, and ``finished`` to learn whether the save has ended.
         """

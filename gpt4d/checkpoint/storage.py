@@ -2,7 +2,7 @@
 
 Each rank writes one file of raw values, ``rank_00003.bin``. The index ``tensors.json`` lists for each global tensor its
 dtype, shape and chunks, each with its file and byte offset. The index contains no ranks or grids, so a rank of any grid
-reads the region it needs without further planning. There are no pickles.
+reads the region it needs without more planning. There are no pickles.
 """
 
 import math
@@ -192,8 +192,8 @@ def parts(
     If the optimizer has only some rows of a weight, this rank saves only these rows, because its other rows may be
     rounded (gpt4d.parallel.gradient_reducer).
 
-    ``extra`` is further state by name, such as averaged weights: this rank's shard and its spec. ``without`` contains
-    the names of parameters that other ranks save.
+    ``extra`` is additional state by name, such as averaged weights: this rank's shard and its spec. ``without``
+    contains the names of parameters that other ranks save.
     """
     shards = {name: shard for name, shard in _weights(model).items() if name.removeprefix("model.") not in without}
     if optimizer is not None:

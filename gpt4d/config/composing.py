@@ -75,7 +75,7 @@ def choices(group: str) -> list[str]:
 def preset(group: str, name: str, section: str = "") -> dict[str, Any]:
     """Return the settings in the YAML file of a choice, such as ``preset("data", "c4")``; empty without such a file.
 
-    ``section``: another group, of which a model's file has settings.
+    ``section``: another group whose settings a model's file contains.
     """
     from omegaconf import OmegaConf
 

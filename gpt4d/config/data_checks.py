@@ -139,7 +139,7 @@ def _check_one_path(data: DataConfig) -> None:
 
 
 def _check_patterns(data: DataConfig, folders: bool) -> None:
-    """Raise ConfigError unless ``data.path`` is a glob or a list of globs, each of which matches a local file.
+    """Raise ConfigError unless ``data.path`` is a glob that matches a local file, or a list of such globs.
 
     Files at URLs are listed when the corpus is read.
     """
@@ -279,7 +279,7 @@ def _has_tokens(path: str) -> bool:
 
 
 def is_megatron(path: str) -> bool:
-    """Return whether ``path`` is the prefix of Megatron's files, of which one may be missing."""
+    """Return whether ``path`` is the prefix of Megatron's two files, even if one is missing."""
     return any(os.path.isfile(os.path.expanduser(path) + suffix) for suffix in (".idx", ".bin"))
 
 

@@ -15,7 +15,7 @@ FRACTION: dict[str, Any] = {"at_least": 0, "below": 1}
 
 
 def printable(text: str) -> str:
-    """Return a text with escape sequences for newlines, tabs, ESC and all further characters that do not print."""
+    """Return a text with escape sequences for newlines, tabs, ESC and all other characters that do not print."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 

@@ -1,4 +1,4 @@
-"""Launchers: the variables by which torchrun, jsrun, mpirun, Flux, Slurm and PALS tell a process its place in a job."""
+"""Launchers: the variables by which torchrun, jsrun, mpirun, Flux, Slurm and PALS tell a process its rank in a job."""
 
 import re
 import zlib

@@ -22,13 +22,13 @@ _VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
 
 
 class GpuModel(NamedTuple):
-    """Rates of a GPU. The vendor states the peak; all further rates are estimates."""
+    """Rates of a GPU. The vendor states the peak; all other rates are estimates."""
 
     peak_tflops: float | None  # dense bf16
     matmul_tflops: float  # reached by a large product
     attention_tflops: float | None  # in causal attention without masked products; None: unknown
     memory_gb_s: float
-    link_gb_s: float  # to further GPUs of its node, in each direction
+    link_gb_s: float  # to other GPUs of its node, in each direction
     network_gb_s: float  # a GPU's share of its node's links to other nodes
     fp8_tflops: float | None = None  # reached by a large float8 product; None: the GPU has none that gpt4d supports
 

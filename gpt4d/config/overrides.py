@@ -73,7 +73,7 @@ def _check_key(key: str, value: str) -> None:
 
 
 def flag_error(flag: str, following: Sequence[str], own: Collection[str] = ()) -> ConfigError:
-    """Return the error for ``--key value``. ``own``: further keys of the command."""
+    """Return the error for ``--key value``. ``own``: additional keys of the command."""
     name, equals, value = flag.removeprefix("--").partition("=")
     if name.replace("-", "_") in own:
         name = name.replace("-", "_")

@@ -1,7 +1,7 @@
 """All settings: name, type, default, meaning and limits.
 
 The YAML files under ``configs/`` set values of these fields; Hydra merges them and rejects unknown keys. This package
-does not import torch, so that mistakes are reported at once.
+does not import torch, so that mistakes are reported immediately.
 """
 
 from collections.abc import Iterable
@@ -114,7 +114,7 @@ class DataConfig:
     validation_fraction: float = setting(0.05, "held-out fraction of documents or images, chosen by hash", **FRACTION)
     validation: Any = setting(
         None,
-        "text: further validation sets, token directories, prefixes of Megatron's files or globs of files: "
+        "text: additional validation sets, token directories, prefixes of Megatron's files or globs of files: "
         "{books: tokens/books, code: '*.py'}",
     )
     stream: bool = setting(False, "text: tokenize while training, without token files; needs data.tokenizer")
@@ -207,7 +207,7 @@ class LevelConfig:
 
 @dataclass
 class MeasuredConfig:
-    """Time of a collective in all groups of one kind at once: latency + bytes sent / bandwidth."""
+    """Time of a collective in all groups of one kind concurrently: latency + bytes sent / bandwidth."""
 
     kind: str = setting("all_reduce", "collective", choices=_COLLECTIVES)
     local: int = setting(1, "ranks of a group on one node", at_least=1)
@@ -231,7 +231,7 @@ class ClusterConfig:
     margin: float = setting(0.05, "fraction of a device's memory that the planner's choices leave free", **FRACTION)
     reserved_gib: float = setting(0.5, "part of memory_gib that libraries occupy before the first tensor", at_least=0)
     communicator_gib: float = setting(
-        0.0, "further part for each group of ranks: all ranks, an axis, a link between stages", at_least=0
+        0.0, "additional part for each group of ranks: all ranks, an axis, a link between stages", at_least=0
     )
     rates: str = setting("estimates", "origin of the rates, which the planner prints: estimates, guesses or measured")
     peak_tflops: float | None = setting(None, "the vendor's peak throughput, the base of MFU and HFU", at_least=0)
@@ -365,7 +365,7 @@ class OptimConfig:
 
     algorithm: str = setting(
         "adamw",
-        "adamw, or muon for the weights of hidden layers and AdamW for all further parameters",
+        "adamw, or muon for the weights of hidden layers and AdamW for all other parameters",
         choices=("adamw", "muon"),
     )
     lr: float = setting(1e-3, "maximum learning rate; each model's file has its own", at_least=0, at_most=1e6)

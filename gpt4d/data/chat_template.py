@@ -64,7 +64,7 @@ def template_for(tokenizer: Any, tools: list | None = None) -> str:
 
 
 def all_templates(tokenizer: Any) -> str:
-    """Return the texts of a tokenizer's templates, of which transformers chooses one for each conversation."""
+    """Return the texts of a tokenizer's templates. transformers chooses one of them for each conversation."""
     found = tokenizer.chat_template
     return "\n".join(found.values()) if isinstance(found, dict) else found or ""
 

@@ -72,7 +72,7 @@ def _open(path: Path) -> Any:
     try:
         with Image.open(path) as image:
             return ImageOps.exif_transpose(image)
-    except Exception as error:  # for damaged files, decoders raise SyntaxError, struct.error and further types
+    except Exception as error:  # for damaged files, decoders raise SyntaxError, struct.error and other types
         raise ConfigError(
             f"{path}: not a readable image ({one_line(error)}); remove it, or set data.path to a glob that "
             "matches images only, such as 'photos/*.jpg'"

@@ -62,7 +62,7 @@ def report_slow(text: str) -> Iterator[None]:
 
 
 def abandon() -> None:
-    """End all repetitions of failed reads, because a run ends and needs no further data. Any thread may call this."""
+    """End all repetitions of failed reads, because a run ends and needs no more data. Any thread may call this."""
     global _abandoned
     _abandoned.set()
     _abandoned = threading.Event()

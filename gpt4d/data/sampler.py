@@ -107,7 +107,7 @@ class Sequences:
 class DocumentSequences(Sequences):
     """Sequences with the documents of their tokens, by the ``ends`` of all documents in ``tokens``.
 
-    A row is [3, length], int32, as of gpt4d.data.packing.PackedSequences: the tokens; the tokens to predict; and for
+    A row is [3, length], int32, as in gpt4d.data.packing.PackedSequences: the tokens; the tokens to predict; and for
     each token the number of documents that end before it in the sequence. Empty documents are not counted.
     """
 

@@ -86,7 +86,7 @@ def _fingerprint(file: CorpusFile, limit: int) -> tuple[int, str]:
 
 
 def is_held_out(content: bytes | memoryview, fraction: float) -> bool:
-    """Return whether a sample is in the validation split. Its hash decides, so further samples do not move it."""
+    """Return whether a sample is in the validation split. Its hash decides, so new samples do not move it."""
     digest = hashlib.sha256(content).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 

@@ -25,8 +25,8 @@ SETTINGS = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
 _SPECIAL_TOKENS = "special_tokens_map.json"
 BEGIN = "begin_of_text"  # the ids of the first tokens of each document in headers and identities
-TEMPLATES = "additional_chat_templates"  # directory of further templates; a checkpoint has no directories
-# Further files that transformers reads or writes with a tokenizer: settings, templates and older formats.
+TEMPLATES = "additional_chat_templates"  # directory of additional templates; a checkpoint has no directories
+# Other files that transformers reads or writes with a tokenizer: settings, templates and older formats.
 _COMPANIONS = (
     SETTINGS, _SPECIAL_TOKENS, TEMPLATE, "added_tokens.json", "chat_template.json", "vocab.json", "merges.txt",
     "vocab.txt", "tokenizer.model", "tekken.json", "tiktoken.model", "sentencepiece.bpe.model", "sentencepiece.model",

@@ -121,7 +121,7 @@ class TokenFiles:
     """A directory of token files; ``open`` checks that they are complete."""
 
     directory: Path
-    by_index = False  # whether the index alone states where documents end, not an end-of-text token after each
+    by_index = False  # whether the index states where documents end; otherwise, end-of-text tokens do
 
     @property
     def location(self) -> str:

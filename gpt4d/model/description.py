@@ -130,7 +130,7 @@ class Description:
         model: returns the spec of some parts of the model.
         parts: its units in the order of execution, grouped by the parts of a stage; the full model is one part.
         rules: the extents that the grid has to divide, in the user's terms.
-        tensors: tensors between units, by name. ``STREAM`` goes from each unit to the next one. All further tensors go
+        tensors: tensors between units, by name. ``STREAM`` goes from each unit to the next one. All other tensors go
             from the unit that produces them to each unit that uses them. A model need not have a stream.
         model_flops: FLOPs of a training step's forward and backward for (samples, length); None: those of the products.
         unused_parameters: number of elements of parameters that a token does not use: experts of other tokens.

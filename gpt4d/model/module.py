@@ -21,7 +21,7 @@ class Model(Layer):
         Args:
             part: a part of this module.
             received: the tensors that earlier parts have produced for this one.
-            batch: further arguments of the spec's ``compute``.
+            batch: additional arguments of the spec's ``compute``.
         """
         return self.spec.compute(self, part, received, *batch)
 

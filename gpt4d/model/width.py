@@ -6,7 +6,7 @@ exports and the computation are unchanged. With the relative width m = features 
 
 - A weight of a hidden layer has initial values that are divided by sqrt(m), and a learning rate that is divided by m.
 - A router's logits are outputs: initial values and learning rate of its weight are divided by m.
-- In place of logits that are divided by m, the norm before the output head has initial values and a learning rate that
+- Instead of logits that are divided by m, the norm before the output head has initial values and a learning rate that
   are divided by m. So a tied head and an embedding keep theirs.
 
 Weight decay is multiplied by the same factor as the learning rate is divided by (gpt4d.optim.optimizer).

@@ -37,7 +37,7 @@ class Optimizer(torch.optim.Optimizer):
     ):
         named = dict(parameters)
         groups = []
-        for name, lr_factor in sorted({(p.spec.group, p.spec.lr_factor) for p in named.values()}, key=_place):
+        for name, lr_factor in sorted({(p.spec.group, p.spec.lr_factor) for p in named.values()}, key=_sort_key):
             members = [(n, p) for n, p in named.items() if (p.spec.group, p.spec.lr_factor) == (name, lr_factor)]
             decay = getattr(config.weight_decays, name)
             by_muon = config.uses_muon and name == "matrices"
@@ -120,6 +120,6 @@ class Optimizer(torch.optim.Optimizer):
             self.muon.step(group["lr"], group["weight_decay"], skipped, divisor)
 
 
-def _place(group: tuple[str, float]) -> tuple[int, float]:
-    """Return the place of a group among all groups."""
+def _sort_key(group: tuple[str, float]) -> tuple[int, float]:
+    """Return the key by which the groups are sorted."""
     return GROUPS.index(group[0]), group[1]

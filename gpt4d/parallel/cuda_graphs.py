@@ -9,8 +9,8 @@ earlier tensor, as in a step without graphs, and microbatches need no memory of 
 reads or writes have fixed memory: the batches of a step, one buffer per tensor that crosses to another stage, the loss
 and the gradients.
 
-Collectives in flight end with the graph that starts them. So a weight that is prefetched for the next action of a
-pipeline is waited for at the end of the current action.
+Collectives in flight end with the graph that starts them. So an action of a pipeline that prefetches a weight for the
+next action waits for this weight at its end.
 """
 
 import warnings
@@ -93,7 +93,7 @@ class Recording:
         return {name: buffer.clone() for name, buffer in received.items()}
 
     def _buffers_of(self, tensors: Tensors) -> dict[str, torch.Tensor]:
-        """Return a buffer for each tensor. All communications share them, because a buffer is used at once."""
+        """Return a buffer for each tensor. All communications share them, because each buffer is used immediately."""
         found = {}
         for number, (name, tensor) in enumerate(tensors.items()):
             key = number, tensor.shape, tensor.dtype

@@ -19,9 +19,9 @@ class Grid:
     ``rank = ranks[((d·gz + z)·gy + y)·gx + x]``, where ``ranks`` are the stage's ranks in the job, in order.
 
     The axis ``context`` contains the ranks that share samples and split their tokens: ``context`` ranks with
-    consecutive shards of the batch and the same place on x and y.
+    consecutive shards of the batch and the same indices on x and y.
 
-    The axis ``batch`` contains all ranks with the same place on x and y. It exists on a grid with ``expert_data``.
+    The axis ``batch`` contains all ranks with the same indices on x and y. It exists on a grid with ``expert_data``.
 
     One more axis, ``world``, contains all ranks of the job. On a GPU, another axis with all ranks of the job uses its
     group: a communicator of NCCL takes more than half a GB. After ``join``, the axis ``stage`` contains all ranks of
@@ -77,7 +77,7 @@ class Grid:
             self.batch = self.data if sizes.z == 1 else self.z
 
     def _neighbors(self, name: str, count: int) -> Axis:
-        """Return an axis of ``count`` ranks with consecutive shards of the batch and the same place on x and y."""
+        """Return an axis of ``count`` ranks with consecutive shards of the batch and the same indices on x and y."""
         first, index = divmod(self.batch_shard, count)
         plane = self.sizes.x * self.sizes.y
         here = self.index % plane

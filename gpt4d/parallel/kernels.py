@@ -70,7 +70,7 @@ class Kernel:
         float8: the factors of the product are float8.
         attention: maps the arguments of attention to the floating-point operations without masked products.
         moved: maps the arguments to the bytes read and written, for a kernel that does not read complete arguments.
-        unread: names of the arguments of which the kernel uses only the shape or the dtype.
+        unread: names of the arguments whose shape or dtype the kernel uses, but not the values.
         copied: maps the arguments to the bytes that a product reads and writes before or after it multiplies.
         temporary: maps the arguments to the bytes of temporary tensors, for a kernel without recorded costs.
         converts: the kernel converts the dtype, and takes no time if the first argument already has the dtype.

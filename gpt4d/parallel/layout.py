@@ -68,7 +68,7 @@ class Matrices:
     """How a weight consists of matrices from input features to output features, which Muon orthogonalizes.
 
     Attributes:
-        outputs: the dim of the output features. All further dims, except the ``fused`` dims, have the input features.
+        outputs: the dim of the output features. All other dims, except the ``fused`` dims, have the input features.
         fused: the dims whose entries are matrices of equal shape, such as the dim of experts, in ascending order.
         pattern: numbers of consecutive output features of each matrix, which repeat along ``outputs``; empty if all
             output features belong to one matrix.
@@ -98,7 +98,7 @@ class ParameterSpec:
     lr_factor: float = 1.0  # AdamW's learning rate, divided by the rate of the group (optim.width_transfer)
     frozen: bool = False  # it is not trained: it has no gradient and no optimizer states, and has the compute dtype
     state: bool = False  # a frozen parameter in the dtype of the master weights, which the step computes
-    summed: tuple[str, ...] | None = None  # an adapter's: further axes over which its gradient is summed
+    summed: tuple[str, ...] | None = None  # an adapter's: additional axes over which its gradient is summed
 
     @property
     def is_adapter(self) -> bool:

@@ -94,7 +94,7 @@ class ShardedWeights(Weights):
     def _checkpointed(
         self, function: Callable, inputs: Sequence[Any], around: Callable[[], AbstractContextManager]
     ) -> Any:
-        # There is no random state to preserve: dropout is a function of its place, not of a generator.
+        # There is no random state to preserve: dropout is a function of the index of an element, not of a generator.
         contexts = partial(_contexts, around)
         return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 

@@ -64,7 +64,7 @@ class Stage:
 
     @property
     def batch_shards(self) -> int:
-        """The number of which all batches have a multiple, so that each stage can split them among its batch shards."""
+        """The number that divides every batch size, so that each stage can split a batch among its batch shards."""
         return self.exchange.batch_shards if self.exchange else self.grid.sizes.batch_shards
 
     def send_copied_weights(self) -> None:

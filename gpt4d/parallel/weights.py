@@ -79,7 +79,7 @@ class Weights(ABC):
 
     @property
     def recomputation_ends(self) -> bool:
-        """Return whether a recomputation is in progress that uses no further weight."""
+        """Return whether a recomputation is in progress that uses no other weight."""
         if not self.recomputing:
             return False
         following = self.next_use
@@ -106,7 +106,7 @@ class Weights(ABC):
     # --------------------------------------------------------------------------------------------- weights
 
     def gather(self, shard: Any) -> Any:
-        """Return the weight of this rank's (x, y) place for a forward, gathered over z, in the compute dtype."""
+        """Return the weight at this rank's (x, y) coordinates for a forward, gathered over z, in the compute dtype."""
         return self.schedule.gather(self._name(shard), RECOMPUTATION if self.recomputing else FORWARD)
 
     def gather_for_backward(self, shard: Any) -> Any:

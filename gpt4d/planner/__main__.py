@@ -13,7 +13,7 @@
 A job of another trainer: trainer=megatron or torchtitan, with its degrees tp, pp, cp, dp, ep (and replicate, if dp
 shards weights), vp (chunks of a pipeline rank), micro_batch=1, recompute=none, selective or full.
 
-Further arguments are overrides, as for train.py: model=gpt_20b cluster=perlmutter train.batch_size=256. The planner
+Other arguments are overrides, as for train.py: model=gpt_20b cluster=perlmutter train.batch_size=256. The planner
 chooses the settings that they leave open: the grid, pipeline stages, microbatches, optim.shard_states,
 train.activation_checkpointing, train.loss_chunks and some of parallel.*. It keeps cluster.margin=0.05 of a device's
 memory free. With parallel.mode=atp, it ranks ATP's DeviceMesh(d1, d2). Nothing here imports torch on a machine without

@@ -193,7 +193,7 @@ def square_matrix(device: torch.device) -> torch.Tensor:
 def _measure_operations(cluster: ClusterConfig, device: torch.device) -> tuple[float, float]:
     """Return microseconds per operation and GB/s of memory with which the planner predicts measured step times.
 
-    A GPU computes while the host starts further operations, so the time of a step does not contain the host's. On a GPU
+    A GPU computes while the host starts more operations, so the time of a step does not contain the host's. On a GPU
     the results are the time in which the host launches a tiny operation, and the rate of a large copy. The device may
     take less time for an operation.
     """

@@ -51,7 +51,7 @@ class Least:
 
 @dataclass
 class Ranking:
-    """Plans, best first, and the reasons why further grids are missing."""
+    """Plans, best first, and the reasons why other grids are missing."""
 
     plans: list[Plan] = field(default_factory=list)
     fitting: int = 0  # number of candidates that fit; ``plans`` are the best of them
@@ -242,7 +242,7 @@ class Search:
         self.ranking.exact[sizes] = partial(self.least_gib, candidate.stages, candidate.contexts[-1], math.inf)
 
     def smallest(self, stages: tuple[GridSizes, ...], context: int) -> list[PipelineEstimate]:
-        """Return steps of which one needs the minimum memory."""
+        """Return the steps among which one needs the minimum memory."""
         level = self.choices[-1].choosing(context=context)
         variants, numbers = _variants(level, stages), microbatch_numbers(level, stages)
         if len(stages) > 1:

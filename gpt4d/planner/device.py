@@ -2,7 +2,7 @@
 
 The device computes sequentially. Channels between nodes and inside a node each run their parts of collectives
 sequentially, overlapped with the computation as far as ``hidden`` allows. A short collective, such as the statistics of
-a norm, does not queue behind a long one of another axis: they share the channel.
+a norm, shares the channel with a long collective of another axis and does not queue behind it.
 """
 
 import itertools
@@ -125,7 +125,7 @@ class Rates(NamedTuple):
         """Return the seconds of a product or of elementwise operations.
 
         A product multiplies while it reads and writes. It takes the longer of both times, and the part of the shorter
-        time that does not overlap. Its copies take further time. Attention without a fused kernel multiplies with all
+        time that does not overlap. Its copies take more time. Attention without a fused kernel multiplies with all
         keys, keeps the scores for the backward, and reads and writes them in bf16.
         """
         flops, moved, operations, attention, float8, copied, head_size = computation

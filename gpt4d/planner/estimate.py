@@ -20,7 +20,7 @@ from gpt4d.planner.workload import compute_bytes, gathered_bytes, splits_backwar
 GIB = 2**30
 MAX_WALKED = 64  # maximum number of simulated blocks, over all microbatches; longer steps are extrapolated
 _DOUBT = 1.2  # a prediction from a grid that differs in z and data only is too high by less (measured: 1.09 at most)
-BLOCKS_PER_KIND = 4  # simulated blocks; each further block costs as much as the last simulated one
+BLOCKS_PER_KIND = 4  # simulated blocks; each additional block costs as much as the last simulated one
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Plan:
     share: int  # samples of a device in a step
     rank_order: str = "xy"  # first the axis whose groups are neighboring ranks
     choice: Mapping[str, Any] = field(default_factory=dict)  # settings of parallel that the planner adds
-    options: Mapping[str, Any] = field(default_factory=dict)  # further settings that the planner adds, by key
+    options: Mapping[str, Any] = field(default_factory=dict)  # additional settings that the planner adds, by key
     stages: tuple[GridSizes, ...] = ()  # grids of a pipeline; times and bytes refer to its slowest stage
     pipeline: PipelineConfig | None = None
     idle_s: float = 0.0  # seconds for which the slowest stage waits for other stages

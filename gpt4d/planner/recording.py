@@ -70,7 +70,7 @@ def surroundings(description: Description) -> list[Hashable]:
     """Return the kind of each block together with the kinds of its neighbors.
 
     The ends of each part of the model differ. The first block of each kind in a part also differs, because it may
-    compute values that further blocks use, such as the angles of a rotary embedding.
+    compute values that other blocks use, such as the angles of a rotary embedding.
     """
     found: list[Hashable] = []
     for number, part in enumerate(description.parts):
@@ -101,7 +101,7 @@ def few_blocks(description: Description, model: Description) -> list[str]:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that a recording depends on. ``layers``: further arguments of ``Context``."""
+    """Settings that a recording depends on. ``layers``: additional arguments of ``Context``."""
 
     sizes: GridSizes
     context: int  # number of devices that share samples
@@ -382,9 +382,9 @@ class Layers:
 
 @lru_cache(maxsize=1024)
 def represented(description: Description, blocks: tuple[str, ...]) -> tuple[Layers, Layers, list[int], dict[str, int]]:
-    """Return the model with ``blocks``, the model with few of them, and the place among the few for each block.
+    """Return the model with ``blocks``, the model with few of them, and each block's index among the few.
 
-    There are no places if few blocks do not represent all. The last value has the sizes of axes that a recording does
+    There are no indices if few blocks do not represent all. The last value has the sizes of axes that a recording does
     not depend on.
     """
     splitting = {axis for spec, _ in description.parameter_counts if spec.local for axis in spec.layout.axes}

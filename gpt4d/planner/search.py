@@ -1,7 +1,7 @@
 """Ranking of the plans of a configuration: the fastest candidates, estimated in full and improved.
 
 A quick estimate orders all candidates. The search finds the fastest steps of each one that fits in memory, until no
-further one can be among the best. Settings that make the best plans faster are then tried sequentially.
+other one can be among the best. Settings that make the best plans faster are then tried sequentially.
 """
 
 import math

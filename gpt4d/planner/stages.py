@@ -21,7 +21,7 @@ from gpt4d.planner.estimate import GIB, Estimate, Microbatch, Plan
 from gpt4d.planner.topology import node_size
 from gpt4d.planner.workload import compute_bytes, splits_backwards, utilization
 
-_SIMULATED = 4  # microbatches per stage; each further one adds the time of the slowest stage, and no memory
+_SIMULATED = 4  # microbatches per stage; each additional one adds the time of the slowest stage, and no memory
 
 
 def stage_parts(config: Config, description: Description) -> list[tuple[tuple[int, int], ...]]:
@@ -247,7 +247,7 @@ class PipelineEstimate:
             kept = sum(cost.kept_bytes for cost in own) / len(own)
             delayed = sum(cost.delayed_bytes for cost in own) / len(own)
             others = peak_of_others((span.action for span in timeline.stages[stage.index]), kept, delayed)
-            others -= (len(own) - 1) * kept  # exclude further model chunks of the same microbatch
+            others -= (len(own) - 1) * kept  # exclude other model chunks of the same microbatch
             result.append(self._alone_gib(stage) + (waiting + max(0.0, others)) / GIB)
         return result
 
@@ -256,11 +256,11 @@ class PipelineEstimate:
         return self.estimate(stage, stage.parts).memory_gib(self.micro_batch(stage)) + self._added_gib(stage)
 
     def _added_gib(self, stage: StagePlan) -> float:
-        """Return the memory of links and graphs between a stage and further stages on a device of the stage."""
+        """Return the memory of links and graphs between a stage and other stages on a device of the stage."""
         return self._links_gib(stage) + self._graph_buffers_gib(stage)
 
     def _links_gib(self, stage: StagePlan) -> float:
-        """Return the memory of the links between a stage and further stages on a device of the stage."""
+        """Return the memory of the links between a stage and other stages on a device of the stage."""
         return self.config.cluster.communicator_gib * sum(stage.index in pair for pair in self._sent_bytes)
 
     def _graph_buffers_gib(self, stage: StagePlan) -> float:

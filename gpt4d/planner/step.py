@@ -32,7 +32,7 @@ class StepWalk:
         micro_batch: samples of a microbatch on one device.
         cached: names of the units with cached unsharded weights.
         blocks: names of the blocks to compute; None: all.
-        omitted: number of equal blocks after a block, by its name, of which only the memory is counted.
+        omitted: number of equal blocks after a block, by its name. Only their memory is counted.
         gradient_bytes: bytes of all gradients of the model on one device; None: only of the computed blocks.
         continued_bytes: bytes that the full model keeps in use between two microbatches.
     """

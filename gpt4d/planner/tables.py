@@ -111,7 +111,7 @@ def rates_line(cluster: ClusterConfig, devices: int) -> str:
 
 
 def table(config: Config, devices: int, ranking: Ranking) -> str:
-    """Return a table of the ranking, and the reasons why further grids are missing."""
+    """Return a table of the ranking, and the reasons why other grids are missing."""
     from rich import box
     from rich.table import Table
 

@@ -152,7 +152,7 @@ def crossed_levels(cluster: ClusterConfig, span: RankSpan) -> list[CrossedLevel]
 
 
 class Speed(NamedTuple):
-    """Time of a collective: ``latency_s`` + bytes sent · ``s_per_byte``, of which the share ``hidden`` can overlap.
+    """Time of a collective: ``latency_s`` + bytes sent · ``s_per_byte``. The share ``hidden`` of it can overlap.
 
     ``before_s_per_byte`` and ``after_s_per_byte``: the parts inside a node that precede and follow the part between
     nodes, in seconds per byte of the full collective. A long collective is pipelined in pieces through its parts.
@@ -227,8 +227,8 @@ def message_speed(cluster: ClusterConfig, span: RankSpan) -> Speed:
 def exchange_speed(cluster: ClusterConfig, span: RankSpan) -> Speed:
     """Return the speed of an all-to-all, in seconds per byte that a rank sends to other ranks.
 
-    A rank sends equal parts to all ranks at once. All devices of a node share the links on which the parts for other
-    nodes leave it.
+    A rank sends equal parts to all ranks concurrently. All devices of a node share the links on which the parts for
+    other nodes leave it.
     """
     if span.size == 1:
         return NO_TIME

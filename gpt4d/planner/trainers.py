@@ -34,7 +34,7 @@ class Row(NamedTuple):
     """A setting, and the arguments of a trainer that have its meaning.
 
     ``key`` is a setting or a name of ``_values``. ``arguments`` is a text with {} for the value; or texts by value, and
-    a text for all further values (``...``), empty for the trainer's default. Missing values have no equivalent.
+    a text for all other values (``...``), empty for the trainer's default. Missing values have no equivalent.
     ``name``: the attribute of ``TrainerJob`` that is the setting's value in a job of the trainer.
     """
 
@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
 
 class Trainer(NamedTuple):
-    """Another trainer and its arguments. ``PROFILES`` has further settings of a plan that behaves like it.
+    """Another trainer and its arguments. ``PROFILES`` has other settings of a plan that behaves like it.
 
     ``shards_weights``: its data parallelism shards weights, as z does; else only optimizer states.
     """

@@ -30,7 +30,7 @@ def update(
         sizes: the grid.
         config: the optimizer's settings.
         element_bytes: bytes of an element in the compute dtype.
-        statistics_bytes: bytes of further values that all ranks sum with the norm.
+        statistics_bytes: bytes of additional values that all ranks sum with the norm.
     """
     trained = [spec for spec in parameters.values() if not spec.frozen]
     nbytes = sum(spec.optimized_elements(sizes, config.shard_states) for spec in trained) * MASTER_BYTES

@@ -25,7 +25,7 @@ class History:
     Attributes:
         training: logged training losses by step. Steps that a restart repeats or discards count once or not at all.
         validation: losses of the held-out data by step.
-        sets: losses of each further validation set by step, by the name of the set.
+        sets: losses of each additional validation set by step, by the name of the set.
         unit: the unit of ``Point.seen``, tokens or images.
         step: the last logged step.
         step_time_s: seconds per step, from the last line of a step.

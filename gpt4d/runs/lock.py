@@ -63,7 +63,7 @@ class DirectoryLock:
     Args:
         directory: the run directory, or the directory of a sweep's runs.
         name: RUN_LOCK or SWEEP_LOCK, the name of the lock file.
-        shared: allow further processes that also share the lock.
+        shared: allow other processes that also share the lock.
     """
 
     def __init__(self, directory: Path, name: str = RUN_LOCK, shared: bool = False):

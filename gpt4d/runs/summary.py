@@ -112,7 +112,7 @@ class Run:
 
     @property
     def set_losses(self) -> dict[str, float | None]:
-        """The last loss of each further validation set, by the name of the set."""
+        """The last loss of each additional validation set, by the name of the set."""
         return {name: _last(losses) for name, losses in self.history.sets.items()}
 
     @property

@@ -27,8 +27,8 @@ def console() -> Console:
 def runs_table(runs: Sequence[Run], names: Mapping[str, str] | None = None) -> Table:
     """Return a table with one row per run and one column for each setting that differs between the runs.
 
-    Each further validation set has a column for its last loss. ``names`` has the name of a run by its path; the default
-    is the path.
+    Each additional validation set has a column for its last loss. ``names`` has the name of a run by its path; the
+    default is the path.
     """
     keys = differing_keys([run.settings for run in runs])
     table = Table(box=box.SIMPLE_HEAD, header_style="", caption_justify="left", caption_style="")

@@ -45,7 +45,7 @@ class ActivityWatch:
             self._count, self._changed_at = count, time.monotonic()
 
     def waiting(self, since: float) -> dict | None:
-        """Return this rank's activity, and the seconds for which no rank has progressed; None between activities.
+        """Return this rank's activity and the seconds since any rank made progress; None between activities.
 
         The keys are the keys of HangDetector.waiting and ``works``, whether this rank works itself. Seconds count from
         ``since`` (``time.monotonic``) or later.

@@ -25,7 +25,7 @@ T = TypeVar("T")
 PORT_S = 60.0  # timeout for another process to release the port, such as the previous start of a requeued job
 ANSWER_S = 10.0  # timeout for a server to prove that it belongs to this job
 _RETRY_S = 0.2
-_BACKLOG = 4096  # all ranks connect at once
+_BACKLOG = 4096  # all ranks connect at the same time
 _GREETING = "greeting"  # the key that rank 0 sets first
 _START = "gpt4d start "  # the second key, followed by the start's name, which other jobs can read
 
@@ -38,7 +38,7 @@ class Connector:
     """Connects this rank to the job's store.
 
     Args:
-        launch: this process's place in the job.
+        launch: this process's rank in the job and its launcher.
         key: the job's key.
         timeout_s: timeout for rank 0 to start, and for operations of the store.
     """

@@ -56,7 +56,7 @@ def one_line(error: object) -> str:
 def one_line_errors() -> Iterator[None]:
     """Print a ConfigError (errors of Hydra, OmegaConf and paths included) as one line, and exit with its code.
 
-    Usually all ranks raise the same error and rank 0 prints it. All further ranks wait before they exit, because a
+    Usually all ranks raise the same error and rank 0 prints it. All other ranks wait before they exit, because a
     launcher ends all processes as soon as one fails, and rank 0 may be slower. After that wait, the first rank of every
     other node also prints the error, since its cause may exist on that node only (a missing file). This rank prints a
     NodeError, which only ranks of its own node can raise, immediately.
@@ -79,7 +79,7 @@ def one_line_errors() -> Iterator[None]:
         if not isinstance(error, ConfigError):
             raise
         launch = Launch.for_errors()
-        # The launcher of a sweep's job is the sweep, which does not end further ranks.
+        # The launcher of a sweep's job is the sweep, which does not end other ranks.
         if not launch.sweep_job and (launch.local_rank or (launch.rank and not isinstance(error, NodeError))):
             time.sleep(_SHORT_GRACE_S if error.all_ranks_raised else PRINT_GRACE_S)
         if not launch.local_rank:

@@ -186,7 +186,7 @@ class HangReport:
     Args:
         store: the watchdog's store.
         rank: this rank.
-        name: returns a rank's number, place and host.
+        name: returns a rank's number, location and host.
         heartbeat_s: time between two heartbeats of a rank.
     """
 

@@ -20,7 +20,7 @@ def job_key(launch: Launch, directory: Path | None = None) -> bytes:
     """Return the key of this start: a hash of the launcher's identification of the start and a secret.
 
     Args:
-        launch: this process's place in the job.
+        launch: this process's rank in the job and its launcher.
         directory: the directory that contains the secret, on a file system that all ranks share. The first rank creates
             the secret; later starts use the same one. None: the user's cache directory. The variable GPT4D_SECRET
             replaces the file.

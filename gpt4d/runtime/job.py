@@ -41,7 +41,7 @@ def process_group(
     ConfigError or SystemExit, which all ranks raise together, passes through.
 
     Args:
-        launch: this rank's place in the job.
+        launch: this process's rank in the job and its launcher.
         device: the rank's device; None to select its GPU, or the CPU without GPUs.
         backend: backend of collectives; None for NCCL on GPUs and gloo on the host.
         timeout_s: time after which gpt4d's watchdog may end the job; torch's own watchdogs wait longer.
@@ -67,7 +67,7 @@ def process_group(
         store = rendezvous.store.for_process_groups()
         with initialize(launch, store, device, backend, timeout_s, rendezvous.watchdog):
             yield JobContext(device, rendezvous.watchdog)
-    except NodeError as error:  # raised on this node only, and ranks of all further nodes wait for this rank
+    except NodeError as error:  # raised on this node only, and ranks of all other nodes wait for this rank
         rendezvous.watchdog.fail(str(error), may_be_secondary=False)
         rendezvous.leave(briefly=True)
         raise

@@ -1,4 +1,4 @@
-"""This process's place in the job: rank, world size and device, from the launcher's variables; printing of errors."""
+"""This process in the job: rank, world size and device, from the launcher's variables; printing of errors."""
 
 import json
 import os

@@ -28,7 +28,7 @@ CONNECT_S = 300.0  # timeout for all ranks to connect
 _LEAVE_S = 60.0  # timeout for all ranks to finish
 SAVE_S = 60.0  # timeout for a pending save to end after the error of a rank
 _RECORD_S = 3.0  # timeout for the run's files to be written
-NOTICE_S = 3.0  # time for further ranks to read why the job ends
+NOTICE_S = 3.0  # time for other ranks to read why the job ends
 
 
 class Rendezvous:
@@ -37,7 +37,7 @@ class Rendezvous:
     Nothing here waits forever for a store that does not answer: the watchdog ends this process.
 
     Args:
-        launch: this process's place in the job.
+        launch: this process's rank in the job and its launcher.
         timeout_s: as for the watchdog.
         directory: the directory of the job's secret (``identity.job_key``).
     """

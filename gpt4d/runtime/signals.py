@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 EXIT_CODE = 75  # EX_TEMPFAIL: the run is unfinished; the same command resumes it
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU)
-# Kernel, shell and launcher each send a SIGHUP, and SIGXCPU comes every second. A second one is not a user's demand.
+# Kernel, shell and launcher each send a SIGHUP, and SIGXCPU comes every second. So a repeated one is not a user's wish.
 _REPEATED = ("SIGHUP", "SIGXCPU")
 DUPLICATE_S = 1.0  # a launcher forwards signals of the terminal: within this time, both count as one signal
 

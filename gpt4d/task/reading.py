@@ -27,7 +27,7 @@ class ReadingTask(ABC):
         config: the settings of the run.
         training: the training samples.
         held_out: the samples of the validation set ``held_out``; None: there is no such set.
-        sets: the samples of further validation sets, by name.
+        sets: the samples of additional validation sets, by name.
     """
 
     config: Config

@@ -70,7 +70,7 @@ class Artifact(NamedTuple):
 
 
 class ValidationSet(Protocol):
-    """Samples on which the model is evaluated, the same ones each time. All ranks call the same methods together.
+    """Samples that every evaluation of the model uses. All ranks call the same methods together.
 
     Attributes:
         steps: number of global batches.
@@ -122,7 +122,7 @@ class Task(Protocol):
         """The validation sets by name, available after ``connect``. The set ``held_out`` is the first one."""
 
     def training_values(self, first_sample: int, stop: int) -> dict[str, Any]:
-        """Return further values for the line of a logged step in metrics.jsonl, by key.
+        """Return additional values for the line of a logged step in metrics.jsonl, by key.
 
         The steps since the last call have trained on the samples from ``first_sample`` up to ``stop``.
         """
@@ -184,7 +184,7 @@ class Task(Protocol):
         """
 
     def extra_state(self) -> Mapping[str, tuple["torch.Tensor", ParameterSpec]]:
-        """Return further tensors to store with a checkpoint and to restore from it in place."""
+        """Return additional tensors to store with a checkpoint and to restore from it in place."""
 
     def close(self) -> None:
         """Stop reading data."""

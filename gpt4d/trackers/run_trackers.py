@@ -26,7 +26,7 @@ class RunTrackers:
     """Sends the lines of metrics.jsonl to trackers.
 
     Each tracker has a thread, so a slow tracker delays neither a step nor another tracker. A tracker that fails gets no
-    further lines, and the training continues. A restart repeats steps if its checkpoint is older than the last line.
+    other lines, and the training continues. A restart repeats steps if its checkpoint is older than the last line.
     Repeated steps are not sent again, so each tracker has one curve.
 
     Args:

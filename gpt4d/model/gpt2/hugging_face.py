@@ -47,7 +47,7 @@ def names(name: str, config: GPT2Config) -> list[str]:
 
 
 def copies(config: GPT2Config) -> dict[str, str]:
-    """Return the name of the tied head, of which some files contain a copy."""
+    """Return the name of the tied head, because some files contain a copy of the embedding under this name."""
     return {"lm_head.weight": "transformer.wte.weight"}
 
 

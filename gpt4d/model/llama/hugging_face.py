@@ -72,7 +72,7 @@ def names(name: str, config: LlamaConfig) -> list[str]:
 
 
 def copies(config: LlamaConfig) -> dict[str, str]:
-    """Return the name of a tied head, of which some files contain a copy."""
+    """Return the name of a tied head, because some files contain a copy of the embedding under this name."""
     return {"lm_head.weight": "model.embed_tokens.weight"} if config.tied else {}
 
 

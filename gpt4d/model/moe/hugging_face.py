@@ -47,7 +47,7 @@ def names(name: str, config: MoeConfig) -> list[str]:
 
 
 def copies(config: MoeConfig) -> dict[str, str]:
-    """Return the name of a tied head, of which some files contain a copy."""
+    """Return the name of a tied head, because some files contain a copy of the embedding under this name."""
     return llama.copies(config.llama)
 
 

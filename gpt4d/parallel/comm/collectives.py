@@ -131,7 +131,7 @@ def _start(
         sent_bytes: bytes that this rank sends.
         parameter: belongs to the layer that communicates.
         overlaps: as for ``InFlightCollective``.
-        options: further arguments of the transport.
+        options: additional arguments of the transport.
     """
     if axis.size == 1:
         return Pending(tensor)

@@ -173,8 +173,8 @@ class InFlightCollective:
         work: the handle of the collective, a dist.Work on a GPU; as described for Transport on a CPU.
         device: where the computation runs.
         sent_bytes: bytes that this rank sends.
-        overlaps: the computation may continue before it waits; if false, ``wait`` follows at once, and the collective
-            ends where the wait ends.
+        overlaps: the computation may continue before it waits; if false, ``wait`` follows immediately, and the
+            collective ends where the wait ends.
     """
 
     def __init__(self, traffic: CommStats, work: Any, device: torch.device, sent_bytes: float, overlaps: bool = True):
@@ -233,7 +233,7 @@ def _relative_to(origin, intervals: list[tuple]) -> list[tuple[float, float]]:
 
 
 def _covered_s(intervals: list[tuple]) -> float:
-    """Return the seconds that at least one interval covers, so that two collectives at once do not count twice."""
+    """Return the seconds that at least one interval covers, so that concurrent collectives do not count twice."""
     if not intervals:
         return 0.0
     covered, reached = 0.0, -float("inf")

@@ -120,7 +120,7 @@ def run_graph(
         nodes: the blocks.
         tensors: the graph's inputs by name; split into chunks along dim 0.
         results: names of the tensors to return, among the inputs and the outputs of blocks.
-        others: further inputs of each block, with a method ``chunk``, or None.
+        others: additional inputs of each block, with a method ``chunk``, or None.
     """
     count = weights.num_chunks
     cut = {name: tensor.chunk(count) if count > 1 else (tensor,) for name, tensor in tensors.items()}

@@ -201,7 +201,7 @@ class WeightSchedule(Generic[Tensor, Pending]):
         contributions: Mapping[str, int] | None = None,
         continued: Mapping[str, tuple[Tensor, Tensor]] | None = None,
     ) -> None:
-        """Start a step or an evaluation. ``finish`` ends it. Outside of a step, nothing is prefetched.
+        """Start a step or an evaluation, which ``finish`` ends. Outside of a step, nothing is prefetched.
 
         Args:
             plan: the uses of weights and the decisions for them.

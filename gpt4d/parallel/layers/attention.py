@@ -62,7 +62,7 @@ def window_mask(q, documents, cache, window: int):
 def groups_heads(q, mask) -> bool:
     """Return whether torch's kernel for queries ``q`` takes fewer heads of keys and values than of queries.
 
-    FlashAttention and cuDNN do, but they require a GPU and bfloat16. Torch's further kernels, which support masks and
+    FlashAttention and cuDNN do, but they require a GPU and bfloat16. Torch's other kernels, which support masks and
     float32, need as many heads. Some GPUs do not support the backward for larger heads.
     """
     return mask is None and not q.is_cpu and q.itemsize == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 192
@@ -346,7 +346,7 @@ class AttentionSpec(LayerSpec):
         Args:
             layer: the layer of this spec.
             q: queries [B, S, h, s].
-            k: keys [B, S, heads, s], with h heads or with fewer heads, each of which serves equally many queries.
+            k: keys [B, S, heads, s], with h heads or with fewer heads that each serve equally many heads of queries.
             v: values, shaped like ``k``.
             tokens: the tokens of q, k and v (gpt4d.parallel.layers.sequence).
         """

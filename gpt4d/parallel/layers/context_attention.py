@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 class Block(NamedTuple):
     """Queries of a rank that attend to a range of keys. With ``causal``, these are equally many.
 
-    ``first`` and ``stop`` are places among the 2·L queries of the rank, ``first_key`` and ``stop_key`` among the keys.
+    ``first`` and ``stop`` are indices among the 2·L queries of the rank, ``first_key`` and ``stop_key`` among the keys.
     """
 
     first: int

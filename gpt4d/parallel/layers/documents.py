@@ -31,7 +31,7 @@ class Documents:
 
     @classmethod
     def ending_with(cls, token: int, ids: torch.Tensor, on_host: torch.Tensor | None = None) -> "Documents":
-        """Return the documents of the sequences ``ids`` [sequences, length], each of which ends with ``token``.
+        """Return the documents in the sequences ``ids`` [sequences, length]. Each document ends with ``token``.
 
         ``on_host``: the same ids in host memory, if available, to avoid waiting for a GPU.
         """
@@ -61,8 +61,8 @@ class Documents:
     def starts(self) -> torch.Tensor:
         """[documents + 1 or more], int32: offset of each document in the flattened sequences, and the total length.
 
-        The total length repeats until the number of elements is a power of two. So microbatches have few shapes, for
-        each of which a library of a GPU may prepare kernels. Empty documents take no time.
+        The total length repeats until the number of elements is a power of two. So microbatches have few shapes,
+        because a library of a GPU may prepare kernels for each. Empty documents take no time.
         """
         document_numbers = self._begins.flatten().cumsum(0)  # each token's document, counted from 1
         numbers = torch.arange(1, 1 + (1 << sum(self.counts).bit_length()), device=document_numbers.device)

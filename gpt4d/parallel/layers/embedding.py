@@ -96,7 +96,7 @@ def multiplied(x, factor: float):
 
 
 class LookupFunction(Function):
-    """Rows of a table, of which each rank of x holds a contiguous range. The ranks' results are reduced over x."""
+    """Rows of a table. Each rank of x has a contiguous range of the rows, and the results are reduced over x."""
 
     @staticmethod
     def forward(ctx, weight, ids, weights, scatter: bool):

@@ -143,7 +143,7 @@ def _in_expert_order_results(experts, count: int):
 
 @kernel(_in_expert_order_results)
 def in_expert_order(experts, count: int):
-    """Return how to sort rows by their experts: the order, the place of each row in it, and the rows of each expert.
+    """Return how to sort rows by their experts: the order, the index of each row in it, and the rows of each expert.
 
     Args:
         experts: the expert of each row, of any shape, int64.
@@ -262,7 +262,7 @@ class _Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertsSpec(LayerSpec):
-    """Gated MLPs with SiLU, of which each token uses the experts in its ``Routing``: [T, H over y] → [T, H over y].
+    """Gated MLPs with SiLU. Each token uses the experts in its ``Routing``: [T, H over y] → [T, H over y].
 
     The weight of all experts is [experts over z, in, out]: y splits the input features of the first product and x its
     output features, as for a linear layer. Nothing is gathered over z. A token's output is the sum of its experts'

@@ -36,7 +36,7 @@ _FIRST_CAPABILITY = (8, 9)  # GPUs with float8 products
 
 
 def supports(device: torch.device) -> bool:
-    """Return whether a device has float8 products. A CPU emulates them. AMD's GPUs have other values of float8."""
+    """Return whether a device has float8 products. A CPU emulates them, and AMD's GPUs have other values."""
     if device.type != "cuda":
         return True
     return not torch.version.hip and torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY

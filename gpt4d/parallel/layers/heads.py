@@ -2,7 +2,7 @@
 
 The axes that split the query heads split the columns of keys and values equally, even if there are more ranks than
 key-value heads. In that case a rank computes a part of a key-value head and all-gathers the rest. No column is
-replicated, so gradients need no further all-reduce.
+replicated, so gradients need no additional all-reduce.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class LayerSpec:
         return known[key][-1]
 
     def prepare(self, layer: BoundLayer) -> None:
-        """Set further attributes of ``layer`` when it is built."""
+        """Set additional attributes of ``layer`` when it is built."""
 
     def forward(self, layer: BoundLayer, *inputs: Any) -> Any:
         """Return the outputs of ``layer``, or a coroutine if its communication overlaps with other chunks."""

@@ -454,7 +454,7 @@ def head_loss(
         x_TH: input of the head [tokens, hidden]; x may split its tokens.
         weight: the head's weight.
         targets_T: ids of the tokens to predict, in the order of ``TokenIndex.gathered``.
-        vocabulary: size of the vocabulary; further columns of the logits are padding.
+        vocabulary: size of the vocabulary; the remaining columns of the logits are padding.
         context: the head's product context.
         num_chunks: number of chunks of the tokens, computed sequentially.
         masked: tokens with a negative target are ignored.

@@ -143,7 +143,7 @@ class Operation(Protocol):
 
 @dataclass(frozen=True)
 class ProductContext:
-    """The weights of the stage, the axes that split the weight's two dims, and further splits."""
+    """The weights of the stage, the axes that split the weight's two dims, and additional splits."""
 
     weights: Any
     operation: Operation
@@ -375,7 +375,7 @@ async def multiply(
         await YieldPoint()
         x_BK = GatheredInputFunction.apply(x_BK, pending.wait())
     elif output_split is not None:
-        await YieldPoint()  # the product's node follows at once, so all chunks must create their input nodes first
+        await YieldPoint()  # the product's node follows immediately, so all chunks must create their input nodes first
     if weights.recomputation_ends:
         await YieldPoint()  # the remaining chunks save their inputs, and the last chunk ends the recomputation
     call.start_product(x_BK.detach())

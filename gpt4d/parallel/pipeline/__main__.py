@@ -2,7 +2,7 @@
 
 python -m gpt4d.parallel.pipeline schedule=eager_1f1b stages=4 microbatches=8
 
-Further options: chunks_per_stage=1; forward=1.0 backward=2.0, seconds of a stage; transfer=0.0, seconds between two
+Other options: chunks_per_stage=1; forward=1.0 backward=2.0, seconds of a stage; transfer=0.0, seconds between two
 stages; plot=FILE for a plot of the step. A row is a stage. 1F3 is the forward of microbatch 3 on virtual stage 1. B is
 a backward. I and W are its halves, the gradient of the input and the gradients of the weights.
 """

@@ -41,7 +41,7 @@ class _InFlight(NamedTuple):
 
 
 class _StepPlan(NamedTuple):
-    """All that the steps with a given number of microbatches have in common."""
+    """The plan that all steps with the same number of microbatches share."""
 
     program: Program
     weights: WeightPlan

@@ -102,7 +102,7 @@ _MAX_LABELS = 400  # with more actions, labels are not legible
 
 
 def draw(timeline: Timeline, title: str, path: Path) -> None:
-    """Write a plot of a step to ``path``. Numbers are microbatches, and paler bars are further model chunks."""
+    """Write a plot of a step to ``path``. Numbers are microbatches, and paler bars are other model chunks."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

@@ -3,7 +3,7 @@
 python -m gpt4d.parallel.resharding src=S0RR src_mesh=2x4 dst=RS0R dst_mesh=2x4 shape=1024,1024,512
 
 A mesh has the shape hosts × devices per host; src_hosts=0,0,1,1 and dst_hosts=… give the host of each device.
-Further options: strategy=broadcast|send_recv|local_allgather|global_allgather|signal,
+Other options: strategy=broadcast|send_recv|local_allgather|global_allgather|signal,
 order=ensemble|naive|load_balance|dfs|greedy, seed=0, effort=1, format=table|json, plot=FILE.
 """
 
@@ -25,7 +25,7 @@ from gpt4d.runtime.errors import one_line_errors
 from gpt4d.writing import required_file
 
 _MAX_DEVICES = 4096  # per mesh
-_MAX_TILES = 32_768  # intersections of source and destination tiles, each of which takes one send or more
+_MAX_TILES = 32_768  # intersections of source and destination tiles; each takes one send or more
 
 
 @dataclass

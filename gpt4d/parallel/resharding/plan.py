@@ -78,7 +78,7 @@ def plan(
 
     The order ``ensemble`` is the better result of ``greedy``, randomized by ``seed``, and ``dfs``. Both examine a fixed
     number of choices times ``effort``. With effort 1 they take less than a second for up to about ten thousand tasks.
-    Equal arguments give equal plans on every rank. Plans are cached. ``num_summed`` is for ``gradient_plan``.
+    Equal arguments give equal plans on every rank, and plans are cached. ``num_summed`` is for ``gradient_plan``.
     """
     assert strategy in STRATEGIES and order in ORDERS, (strategy, order)
     tasks = unit_tasks(shape, source, source_mesh, destination, destination_mesh)

@@ -204,7 +204,7 @@ class SymbolicWeights(Weights):
         return gathered(self.unsharded(name), self.parameters[name], self.context)
 
     def unsharded(self, name: str) -> SymbolicTensor:
-        """Return a weight of this device's (x, y) place in the dtype of its master, without memory."""
+        """Return a weight at this device's (x, y) coordinates in the dtype of its master, without memory."""
         shard = self.shard(name)
         parts = self.context.grid.z.size if self.parameters[name].gathered else 1
         return shard.like((shard.shape[0] * parts, *shard.shape[1:]))

@@ -47,7 +47,7 @@ class SymbolicDevice(Protocol):
         """Free memory."""
 
     def scratch(self, nbytes: float) -> None:
-        """Allocate memory and free it at once."""
+        """Allocate memory and free it immediately."""
 
 
 class Storage:

@@ -83,9 +83,8 @@ class SharedMemory:
         self.posted += 1
         number = self.posted
         with processor.current.posting() as started:
-            # A slot is reused after _SLOTS collectives, when all ranks must have read it. They have once they posted
-            # the collective _MAX_AHEAD back, because a rank posts one only after it has finished those _MAX_AHEAD
-            # older.
+            # A slot is reused after _SLOTS collectives, when all ranks must have read it. A rank that has posted
+            # collective number - _MAX_AHEAD has read all up to number - _SLOTS, because it finishes them first.
             while self.in_flight and self.in_flight[0].number <= number - _MAX_AHEAD:
                 self.in_flight[0].wait()
             self.wait_for_peers(number - _MAX_AHEAD)
