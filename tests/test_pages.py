@@ -1,6 +1,8 @@
 """The pages name what exists: modules, functions, files, models and results. Every result has a page."""
 
+import ast
 import re
+from functools import cache
 from pathlib import Path
 
 from gpt4d.config import CONFIG_DIR, known_keys
@@ -14,6 +16,18 @@ SOURCES = {path: path.read_text(encoding="utf-8") for path in MODULES}
 _OTHER = {"gpt4d.def", "gpt4d.sif", "gpt4d.py", "gpt4d.run_id"}
 
 
+@cache
+def defined(path: Path) -> set[str]:
+    """Return the functions, classes, variables, attributes and imports that a module contains, by name."""
+    names = set()
+    for node in ast.walk(ast.parse(SOURCES[path])):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.alias):
+            names.add(node.name)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return names
+
+
 def missing_names(text: str) -> set[str]:
     """Return the names ``gpt4d.a.b.c`` in ``text`` whose module, or a name in that module, does not exist."""
     missing = set()
@@ -23,14 +37,14 @@ def missing_names(text: str) -> set[str]:
             path /= parts.pop(0)
         if parts and (path / f"{parts[0]}.py").exists():
             path = path / f"{parts.pop(0)}.py"
-        source = SOURCES[path / "__init__.py" if path.is_dir() else path]
-        missing |= {name for part in parts if not re.search(rf"\b{part}\b", source)}
+        if parts and {*parts} - defined(path / "__init__.py" if path.is_dir() else path):
+            missing.add(name)
     return missing
 
 
 def missing_paths(text: str, folder: Path) -> set[str]:
     """Return the paths of Python files in ``text`` that exist in none of ``folder``, the repository and the package."""
-    paths = set(re.findall(r"(?<!Megatron's )\b[\w./-]*\w/\w+\.py\b", text))
+    paths = {path for path in re.findall(r"(?<!Megatron's )(?<![\w./-])[\w./-]+\.py\b", text) if "/" in path}
     roots = (folder, REPOSITORY, REPOSITORY / "gpt4d")
     return {path for path in paths if not any((root / path).exists() for root in roots)}
 
@@ -43,7 +57,7 @@ def test_every_name_and_path_of_a_module_in_a_page_or_a_module_exists():
 
 def test_a_wrong_name_or_path_is_found():
     assert missing_names("`gpt4d.trainer.Trainer`, gpt4d.model.family") == set()
-    wrong = {"gpt4d.trainers", "gpt4d.trainer.Coach", "gpt4d.model.gpt2.model.Coach"}
+    wrong = {"gpt4d.trainers", "gpt4d.metrics.Logger", "gpt4d.model.gpt2.model.Coach"}
     assert missing_names(" ".join(wrong)) == wrong
     assert missing_paths("`model/family.py`, gpt4d/run.py, [a](tests/conftest.py), model/fam.py", REPOSITORY) == {
         "model/fam.py"
@@ -57,12 +71,11 @@ def test_the_names_on_the_page_of_the_architecture_exist_where_it_says():
     assert len(names) > 30
     for name in sorted(names - {*known_keys()}):
         *owner, last = name.split(".")
-        places = [
-            source
-            for path, source in SOURCES.items()
-            if not owner or path.stem == owner[-1] or re.search(rf"^class {owner[-1]}\b", source, re.MULTILINE)
-        ]
-        assert any(re.search(rf"\b{last}\b", source) for source in places), name
+        if owner:
+            modules = [path for path in MODULES if path.stem == owner[-1] or owner[-1] in defined(path)]
+            assert any(last in defined(path) for path in modules), name
+        else:
+            assert any(re.search(rf"\b{last}\b", source) for source in SOURCES.values()), name
 
 
 def test_the_page_of_model_families_names_every_model_once():
