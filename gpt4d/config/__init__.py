@@ -24,15 +24,12 @@ from gpt4d.config.composing import (
     to_config,
     to_config_error,
 )
-from gpt4d.config.data_checks import (
+from gpt4d.config.data_files import (
     CHECKPOINT,
     HEADER,
     BlendStage,
     blend_paths,
     blend_stages,
-    check_data,
-    check_image_data,
-    check_remote,
     file_source,
     is_megatron,
     is_remote,

@@ -11,7 +11,7 @@ from typing import Any
 
 from gpt4d.config.checks import has_experts
 from gpt4d.config.composing import CONFIG_DIR, preset
-from gpt4d.config.data_checks import blend_paths, is_megatron, is_remote, patterns, tokenizer_file, written_source
+from gpt4d.config.data_files import blend_paths, is_megatron, is_remote, patterns, tokenizer_file, written_source
 from gpt4d.config.fields import ConfigError
 from gpt4d.config.schema import Config, MuonConfig
 from gpt4d.config.values import value_of

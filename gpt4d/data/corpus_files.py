@@ -80,7 +80,7 @@ def corpus_files(patterns: Iterable[str], retry_s: float = 0.0) -> list[CorpusFi
     """Return the files that globs match, in the order of their paths, each once. ``retry_s``: as for ``CorpusFile``.
 
     Raises ConfigError for a pattern at a URL that matches no file, or that cannot be listed; Unavailable if its server
-    does not answer for ``retry_s``. The configuration checks (gpt4d.config.data_checks) have made sure that local
+    does not answer for ``retry_s``. The configuration checks (gpt4d.data.checks) have made sure that local
     patterns match files.
     """
     found: dict[str, CorpusFile] = {}

@@ -24,13 +24,13 @@ from gpt4d.config import (
     asks_for_help,
     blend_paths,
     blend_stages,
-    check_data,
     check_limits,
     compose,
     is_megatron,
     unused_keys,
 )
 from gpt4d.data import parts
+from gpt4d.data.checks import check_data
 from gpt4d.data.completion import complete
 from gpt4d.data.directory import in_cache, write_once
 from gpt4d.data.megatron import MegatronFiles, megatron_files

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from http.client import responses
 from typing import Any, TypeVar
 
-from gpt4d.config import check_remote
+from gpt4d.data.checks import check_remote
 from gpt4d.runtime.errors import Unavailable, one_line
 from gpt4d.writing import warn
 

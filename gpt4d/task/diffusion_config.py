@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from gpt4d.config import Config, ConfigError, check_image_data
+from gpt4d.config import Config, ConfigError
+from gpt4d.data.checks import check_image_data
 
 
 def check(config: Config) -> None:

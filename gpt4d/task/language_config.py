@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from gpt4d.config import Config, ConfigError, blend_stages, check_data
+from gpt4d.config import Config, ConfigError, blend_stages
+from gpt4d.data.checks import check_data
 from gpt4d.data.completion import tokenizer_size
 
 

@@ -12,9 +12,10 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from gpt4d.config import DataConfig, check_data
+from gpt4d.config import DataConfig
 from gpt4d.data import encoding, preparation, prepare, tokenizers
 from gpt4d.data.chat_template import ChatEncoder
+from gpt4d.data.checks import check_data
 from gpt4d.data.conversations import Conversation, parse
 from tests.support.chat import (
     CONVERSATIONS,

@@ -20,8 +20,9 @@ import pytest
 import zstandard
 from pyarrow import ipc, parquet
 
-from gpt4d.config import DataConfig, check_data, patterns, written_source
+from gpt4d.config import DataConfig, patterns, written_source
 from gpt4d.data import sources
+from gpt4d.data.checks import check_data
 from gpt4d.data.conversations import ROWS, Unread
 from gpt4d.data.documents import documents, files, identity, is_held_out, readers, size
 from tests.support.data_files import flip_bit, one_line

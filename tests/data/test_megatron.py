@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpt4d.config import DataConfig, check_data
+from gpt4d.config import DataConfig
 from gpt4d.data import prepare, tokenizers
+from gpt4d.data.checks import check_data
 from gpt4d.data.megatron import megatron_files
 from gpt4d.data.megatron_index import Index
 from gpt4d.data.sampler import DocumentSequences, Sequences

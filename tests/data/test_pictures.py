@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gpt4d.config import ConfigError, DataConfig, check_image_data
+from gpt4d.config import ConfigError, DataConfig
 from gpt4d.data import image_sources
+from gpt4d.data.checks import check_image_data
 from gpt4d.data.images import ImageFiles, ImageSamples, image_files
 from tests.support.data_files import json_edit, one_line
 

@@ -19,8 +19,9 @@ import pytest
 from pyarrow import parquet
 
 from gpt4d import dry_run
-from gpt4d.config import DataConfig, check_data
+from gpt4d.config import DataConfig
 from gpt4d.data import corpus_files, prepare, remote_files, sources
+from gpt4d.data.checks import check_data
 from gpt4d.data.documents import documents, identity, size
 from gpt4d.runtime.errors import Unavailable, one_line_errors
 from gpt4d.task.reading import ReadingTask
