@@ -59,9 +59,9 @@ MUTATIONS = [
         "tests/test_config.py tests/planner/test_search.py",
     ),
     Mutation(
-        "config/identity.py",
-        '"optim": Effect.RESULTS,',
-        '"optim": Effect.ROUNDING,',
+        "config/schema.py",
+        '"optimizer and learning rate", effect=Effect.RESULTS',
+        '"optimizer and learning rate", effect=Effect.ROUNDING',
         "a run is not resumed with other settings of its optimizer",
         "tests/test_identity.py",
     ),
@@ -73,7 +73,7 @@ MUTATIONS = [
         "tests/test_length.py",
     ),
     Mutation(
-        "config/unused.py",
+        "config/conditions.py",
         "if value in values else None",
         "if value not in values else None",
         "a key that a run does not read is an error",

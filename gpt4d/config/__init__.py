@@ -48,6 +48,7 @@ from gpt4d.config.fields import (
     LARGEST_SIZE,
     SIZE,
     ConfigError,
+    Effect,
     NodeError,
     check_limits,
     printable,
@@ -56,7 +57,6 @@ from gpt4d.config.fields import (
 )
 from gpt4d.config.identity import (
     Change,
-    Effect,
     changes,
     check_allowed,
     check_changes,

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from gpt4d.config.batch_ramp import batch_sizes, ramp_text
 from gpt4d.config.cluster import check_cluster, check_precision
+from gpt4d.config.conditions import has_experts
 from gpt4d.config.fields import ConfigError, check_limits
 from gpt4d.config.identity import check_allowed
 from gpt4d.config.schema import HELD_OUT, Config, GridSizes, MuonConfig, ParallelConfig, TrainConfig
@@ -265,11 +266,6 @@ def _check_keep_best(config: Config) -> None:
             f"checkpoint.every={every} is not a multiple of train.validate_every={validated}; {remedy}set "
             f"train.validate_every={every}"
         )
-
-
-def has_experts(config: Config) -> bool:
-    """Return whether the model is a mixture of experts."""
-    return hasattr(config.model, "experts")
 
 
 def _check_cuda_graphs(config: Config) -> None:

@@ -1,8 +1,10 @@
-"""Fields of settings: default, meaning and limits, which checks, help and documentation read."""
+"""Fields of settings: default, meaning, limits, other names, condition and effect of a key stand beside its name."""
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
 from typing import Any
 
 LARGEST = 1e12  # default upper limit, so that no number is infinite
@@ -38,6 +40,20 @@ class ConfigError(ValueError):
 
 class NodeError(ConfigError):
     """ConfigError that only the ranks of some nodes raise."""
+
+
+class Effect(Enum):
+    """Effect of a changed key on a run."""
+
+    RESULTS = "the results"
+    DATA = "the data, which are compared by their content instead (Task.identity)"
+    LENGTH = "the number of steps, and with it the learning rates of a schedule that ends with the run"
+    ROUNDING = "the order of additions: results are equal up to rounding"
+    NONE = "no number"
+
+
+# Returns None if the run of a Config reads a setting, otherwise "reason; remedy".
+Condition = Callable[[Any], str | None]
 
 
 @dataclass(frozen=True)
@@ -76,14 +92,32 @@ class Limits:
         return ", ".join(texts + [f"at most {self.at_most:,.0f}"] * (self.at_most < LARGEST))
 
 
-def setting(default: Any, meaning: str, **limits: Any) -> Any:
-    """Return a field of a dataclass with its meaning and ``Limits``. ``default``: a value, or a class to instantiate.
+def setting(
+    default: Any,
+    meaning: str,
+    *,
+    aliases: str = "",
+    read_if: Condition | tuple[Condition, ...] | None = None,
+    off: Any = None,
+    effect: Effect | None = None,
+    **limits: Any,
+) -> Any:
+    """Return a field of a dataclass of settings, whose metadata contain the arguments.
 
-    The items of a list have the limits. A number with a lower limit is at most ``LARGEST``.
+    Args:
+        default: a value, or a class to instantiate.
+        meaning: explanation of the key.
+        aliases: names that other trainers give to the key. Only the part after the last dot of a typed name counts.
+        read_if: conditions under which a run reads the key (``gpt4d.config.conditions``); a group's hold for its keys.
+        off: value that disables a feature, which is accepted even where the feature does not exist.
+        effect: effect of the key, or of the keys of a group, unless a key states its own.
+        limits: fields of ``Limits``. The items of a list have the limits. A number with a lower limit is at most
+            ``LARGEST``.
     """
     if limits.keys() & {"at_least", "above"}:
         limits = {"at_most": LARGEST} | limits
-    metadata = {"meaning": meaning, "limits": Limits(**limits)}
+    metadata = {"meaning": meaning, "limits": Limits(**limits), "aliases": aliases, "off": off, "effect": effect}
+    metadata["read_if"] = read_if if isinstance(read_if, tuple | None) else (read_if,)
     if isinstance(default, list):
         return field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
     return field(metadata=metadata, **({"default_factory" if isinstance(default, type) else "default": default}))

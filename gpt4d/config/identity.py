@@ -5,68 +5,10 @@ changes a key with ``Effect.RESULTS`` is refused, unless ``checkpoint.allow_chan
 """
 
 from collections.abc import Collection, Mapping
-from enum import Enum
 from typing import Any, NamedTuple
 
-from gpt4d.config.fields import ConfigError
-from gpt4d.config.keys import known_keys
-
-
-class Effect(Enum):
-    """Effect of a changed key on a run."""
-
-    RESULTS = "the results"
-    DATA = "the data, which are compared by their content instead (Task.identity)"
-    LENGTH = "the number of steps, and with it the learning rates of a schedule that ends with the run"
-    ROUNDING = "the order of additions: results are equal up to rounding"
-    NONE = "no number"
-
-
-# The longest entry that is a key or one of its groups decides.
-_EFFECTS = {
-    "model": Effect.RESULTS,
-    "model.name": Effect.NONE,
-    "model.imbalance": Effect.NONE,
-    "model.vocab_multiple": Effect.ROUNDING,
-    "data": Effect.DATA,
-    "data.name": Effect.NONE,
-    "data.shuffle": Effect.RESULTS,
-    "data.stream": Effect.RESULTS,
-    "data.flip": Effect.RESULTS,
-    "data.reset_attention": Effect.RESULTS,
-    "data.skip_long": Effect.NONE,  # the remaining conversations do not depend on it
-    "data.validation": Effect.NONE,
-    "data.retry_s": Effect.NONE,
-    "data.processes": Effect.NONE,
-    "data.workers": Effect.NONE,
-    "data.cache_dir": Effect.NONE,
-    "parallel": Effect.ROUNDING,
-    "parallel.timeout_s": Effect.NONE,
-    "train": Effect.RESULTS,
-    "train.steps": Effect.LENGTH,
-    "train.tokens": Effect.LENGTH,
-    "train.epochs": Effect.LENGTH,
-    "train.micro_batch_size": Effect.ROUNDING,
-    "train.activation_checkpointing": Effect.ROUNDING,
-    "train.loss_chunks": Effect.ROUNDING,
-    "train.compile": Effect.ROUNDING,
-    "train.cuda_graphs": Effect.NONE,
-    "train.deterministic": Effect.ROUNDING,
-    "train.max_skipped": Effect.NONE,
-    "train.validate_every": Effect.NONE,
-    "train.validation_batches": Effect.NONE,
-    "optim": Effect.RESULTS,
-    "optim.shard_states": Effect.ROUNDING,
-    "optim.validate_averages": Effect.NONE,
-    "lora": Effect.RESULTS,
-    "cluster": Effect.ROUNDING,  # the planner's choices depend on it
-    "evaluate": Effect.NONE,
-    "checkpoint": Effect.NONE,
-    "checkpoint.init": Effect.RESULTS,
-    "logging": Effect.NONE,
-    "profile": Effect.NONE,
-    "run": Effect.NONE,
-}
+from gpt4d.config.fields import ConfigError, Effect
+from gpt4d.config.keys import known_keys, stated
 
 
 class Change(NamedTuple):
@@ -77,13 +19,11 @@ class Change(NamedTuple):
 
 
 def effect_of(key: str) -> Effect:
-    """Return the effect of a key. Raises KeyError for a key that is not in the table."""
-    entry = key
-    while entry not in _EFFECTS:
-        entry, dot, _ = entry.rpartition(".")
-        if not dot:
-            raise KeyError(key)
-    return _EFFECTS[entry]
+    """Return the effect of a key, which its field or a field of its groups states. Raises KeyError if none does."""
+    effects = stated(key, "effect")
+    if not effects:
+        raise KeyError(key)
+    return effects[-1]
 
 
 def recorded_settings(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,49 +10,7 @@ from gpt4d.config.schema import Config, ModelConfig
 
 model_schemas: dict[str, type[ModelConfig]] = {}  # settings of each model family, by its name
 
-# Names that other trainers give to a key. Only the part after the last dot of a typed name counts.
-_RENAMED = {
-    "parallel.gdata": "dp data_parallel data_parallel_size data_parallel_degree dp_replicate ddp",
-    "parallel.gz": "fsdp fsdp_size dp_shard data_parallel_shard_degree zero zero_stage",
-    "parallel.pipeline.stages": "pp pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size "
-    "pipeline_parallel_degree num_stages",
-    "parallel.sequence_parallel": "sp",
-    "parallel.context": "cp context_parallel context_parallel_size context_parallel_degree",
-    "parallel.rank_order": "innermost",
-    "parallel.replicated_layers": "whole_layers",
-    "train.steps": "steps max_steps num_steps total_steps train_steps iterations num_iterations max_iters train_iters",
-    "train.epochs": "num_epochs max_epochs num_train_epochs",
-    "train.tokens": "max_tokens num_tokens total_tokens train_tokens",
-    "train.seq_len": "seq_length sequence_length max_seq_len block_size context_length max_length",
-    "train.batch_size": "batch_size global_batch_size total_batch_size train_batch_size",
-    "train.micro_batch_size": "device_batch_size local_batch_size per_device_batch_size per_device_train_batch_size",
-    "train.activation_checkpointing": "gradient_checkpointing activation_checkpoint recompute recompute_granularity",
-    "train.precision": "dtype mixed_precision amp",
-    "train.compile": "torch_compile",
-    "train.validate_every": "eval_every eval_interval eval_steps val_every",
-    "optim.lr": "learning_rate max_lr base_lr",
-    "optim.warmup_steps": "warmup warmup_iters lr_warmup_steps lr_warmup_iters num_warmup_steps",
-    "optim.schedule": "schedule scheduler lr_schedule lr_scheduler lr_scheduler_type lr_decay_style",
-    "optim.weight_decay": "wd",
-    "optim.epsilon": "eps adam_epsilon adam_eps",
-    "optim.clip_norm": "grad_clip clip_grad max_grad_norm max_norm gradient_clip_val gradient_clipping",
-    "optim.shard_states": "zero1 distributed_optimizer use_distributed_optimizer",
-    "model.layers": "n_layer n_layers num_layers num_hidden_layers",
-    "model.heads": "n_head n_heads num_heads num_attention_heads",
-    "model.hidden": "n_embd hidden_size d_model dim embed_dim",
-    "data.path": "data_path dataset_path train_data train_files",
-    "data.tokenizer": "tokenizer_path tokenizer_name",
-    "data.workers": "num_workers dataloader_num_workers",
-    "checkpoint.every": "save_steps save_interval save_every",
-    "checkpoint.keep": "save_total_limit",
-    "checkpoint.resume": "resume_from resume_from_checkpoint",
-    "checkpoint.init": "init_from init_checkpoint pretrained pretrained_checkpoint load_path finetune_from",
-    "logging.every": "log_interval log_every logging_steps",
-    "logging.trackers": "report_to tracker loggers",
-    "logging.project": "logging.wandb.project wandb.project wandb_project project_name",
-    "run.name": "run_name experiment_name wandb_run_name",
-    "run.dir": "output_dir out_dir save_dir",
-}
+# Remedies for names of other trainers that no key has.
 _EXPLAINED = {
     "use parallel.gx, and parallel.gy for a second dimension": "tp tensor_parallel tensor_parallel_size "
     "tensor_model_parallel_size tensor_parallel_degree model_parallel_size",
@@ -74,7 +32,6 @@ _EXPLAINED = {
     "use logging.trackers=[mlflow]": "mlflow use_mlflow",
     "use data=text data.path='books/*.txt', or another choice of data": "dataset dataset_name",
 }
-OTHER_NAMES = {name: key for key, names in _RENAMED.items() for name in names.split()}
 REMEDIES = {name: remedy for remedy, names in _EXPLAINED.items() for name in names.split()}
 _GENERIC = ("name", "kind", "mode", "every")  # say too little for a guess in another group
 
@@ -108,6 +65,26 @@ def settings(schema: type = Config, prefix: str = "", family: str = "") -> Itera
             yield from settings(cast(type, kind), f"{prefix}{name}.")
 
 
+def stated(key: str, fact: str) -> list[Any]:
+    """Return what the fields of a key's groups, outermost first, and of the key state as ``fact`` of their metadata.
+
+    A key of a model may have fields in several families. The list is empty for a key that does not exist.
+    """
+    found: list[Any] = []
+    schemas: list[Any] = [Config]
+    for name in key.split("."):
+        named = [each for schema in schemas for each in fields(schema) if each.name == name]
+        found += [each.metadata[fact] for each in named if each.metadata.get(fact) is not None]
+        schemas = [each.type for each in named if is_dataclass(each.type)]
+        schemas += model_schemas.values() if ModelConfig in schemas else ()
+    return found
+
+
+def other_names(schema: type = Config) -> dict[str, str]:
+    """Return the key of each name that other trainers give to a key."""
+    return {name: each.key for each in settings(schema) for name in each.field.metadata.get("aliases", "").split()}
+
+
 def key_types(schema: type = Config, prefix: str = "") -> dict[str, type]:
     """Return the type of every key of a config class."""
     return {each.key: each.type for each in settings(schema, prefix)}
@@ -127,9 +104,9 @@ def meant_key(key: str, schema: type = Config) -> str | None:
     keys = known_keys(schema)
     key = key.lower().replace("-", "_")
     name = key.rpartition(".")[2]
-    renamed = OTHER_NAMES.get(key) or OTHER_NAMES.get(name)
-    if renamed in keys:
-        return renamed
+    renamed = other_names(schema)
+    if key in renamed or name in renamed:
+        return renamed.get(key) or renamed[name]
     elsewhere = [k for k in keys if k.endswith("." + name)] if name not in _GENERIC else []
     return elsewhere[0] if len(elsewhere) == 1 else None
 

@@ -25,6 +25,11 @@ def value_of(config: Any, key: str) -> Any:
     return config
 
 
+def command_text(value: Any) -> str:
+    """Return a value as it is written on a command line."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def flattened(values: Mapping[str, Any], separator: str, prefix: str = "") -> dict[str, Any]:
     """Return the values of nested dictionaries by their joined keys: ``{"a.b": 1}`` for ``{"a": {"b": 1}}``."""
     flat: dict[str, Any] = {}

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, cast
 
-from gpt4d.config import COUNT, SIZE, Config, ConfigError, GridSizes, ModelConfig, divisors, setting
+from gpt4d.config import COUNT, SIZE, Config, ConfigError, Effect, GridSizes, ModelConfig, divisors, setting
+from gpt4d.config.conditions import with_base
 from gpt4d.parallel.layers.embedding import TokenEmbeddingSpec
 from gpt4d.parallel.layers.linear import LinearSpec
 
@@ -62,15 +63,24 @@ class PaddedVocabulary:
 class TransformerConfig(PaddedVocabulary, ModelConfig):
     """Settings of all text transformers."""
 
-    layers: int = setting(4, "number of blocks", **COUNT)
-    hidden: int = setting(128, "features of the residual stream", **SIZE)
-    heads: int = setting(4, "attention heads of a block", **SIZE)
+    layers: int = setting(4, "number of blocks", **COUNT, aliases="n_layer n_layers num_layers num_hidden_layers")
+    hidden: int = setting(
+        128, "features of the residual stream", **SIZE, aliases="n_embd hidden_size d_model dim embed_dim"
+    )
+    heads: int = setting(
+        4, "attention heads of a block", **SIZE, aliases="n_head n_heads num_heads num_attention_heads"
+    )
     vocab_size: int | None = setting(None, "number of token ids; null: the size of the tokenizer", **SIZE)
-    vocab_multiple: int = setting(128, "a divisor of the padded vocabulary, as is each stage's gx·gz", **SIZE)
+    vocab_multiple: int = setting(
+        128, "a divisor of the padded vocabulary, as is each stage's gx·gz", **SIZE, effect=Effect.ROUNDING
+    )
     max_positions: int = setting(256, "maximum length of a sequence", **SIZE)
     norm_epsilon: float = setting(1e-5, "addend of the variance in norms", at_least=0, at_most=1)
     base_hidden: int | None = setting(
-        None, "optim.width_transfer: hidden features of the model that the learning rate fits", **SIZE
+        None,
+        "optim.width_transfer: hidden features of the model that the learning rate fits",
+        **SIZE,
+        read_if=with_base,
     )
     width_key = "hidden"
 

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, fields
 
 from gpt4d.config import SIZE, redefined, setting
+from gpt4d.config.conditions import unless
+from gpt4d.config.fields import Condition
 from gpt4d.model.text_config import TransformerConfig
 
 ROPE_SCALINGS = ("none", "linear", "llama3", "yarn")
@@ -33,23 +35,41 @@ class LlamaSizes(TransformerConfig):
         return math.gcd(self.heads, self.key_value_heads * self.head_size)
 
 
+def _scaled(*scalings: str) -> Condition:
+    """Return the condition that ``model.rope_scaling`` is one of ``scalings``."""
+    others = {*ROPE_SCALINGS} - {*scalings}
+    return unless("model.rope_scaling", *others, remedy=f"set model.rope_scaling={' or '.join(scalings)}")
+
+
 @dataclass
 class RotaryConfig(LlamaSizes):
     """The settings of all families whose rotary positions can be scaled in each of transformers' static ways."""
 
     rope_theta: float = setting(1e4, "base of the rotary frequencies", above=1)
     rope_scaling: str = setting("none", "scaling for longer sequences", choices=ROPE_SCALINGS)
-    rope_factor: float = setting(1.0, "ratio of the maximum lengths with and without scaling", **SIZE)
-    rope_original_positions: int = setting(0, "llama3, yarn: maximum length before scaling", **(SIZE | {"at_least": 0}))
-    rope_low_frequency: float = setting(
-        1.0, "llama3: maximum rotations of frequencies that rope_factor divides", above=0
+    rope_factor: float = setting(
+        1.0,
+        "ratio of the maximum lengths with and without scaling",
+        **SIZE,
+        read_if=_scaled("linear", "llama3", "yarn"),
     )
-    rope_high_frequency: float = setting(4.0, "llama3: minimum rotations of unchanged frequencies", above=0)
-    rope_beta_slow: float = setting(1.0, "yarn: as rope_low_frequency", above=0)
-    rope_beta_fast: float = setting(32.0, "yarn: as rope_high_frequency", above=0)
-    rope_truncate: bool = setting(True, "yarn: the limits are whole pairs of features")
+    rope_original_positions: int = setting(
+        0, "llama3, yarn: maximum length before scaling", **(SIZE | {"at_least": 0}), read_if=_scaled("llama3", "yarn")
+    )
+    rope_low_frequency: float = setting(
+        1.0, "llama3: maximum rotations of frequencies that rope_factor divides", above=0, read_if=_scaled("llama3")
+    )
+    rope_high_frequency: float = setting(
+        4.0, "llama3: minimum rotations of unchanged frequencies", above=0, read_if=_scaled("llama3")
+    )
+    rope_beta_slow: float = setting(1.0, "yarn: as rope_low_frequency", above=0, read_if=_scaled("yarn"))
+    rope_beta_fast: float = setting(32.0, "yarn: as rope_high_frequency", above=0, read_if=_scaled("yarn"))
+    rope_truncate: bool = setting(True, "yarn: the limits are whole pairs of features", read_if=_scaled("yarn"))
     rope_attention_factor: float = setting(
-        0.0, "yarn: factor of queries and keys; 0: 0.1·ln(rope_factor) + 1", **(SIZE | {"at_least": 0})
+        0.0,
+        "yarn: factor of queries and keys; 0: 0.1·ln(rope_factor) + 1",
+        **(SIZE | {"at_least": 0}),
+        read_if=_scaled("yarn"),
     )
 
     def extension(self, length: int) -> list[str]:

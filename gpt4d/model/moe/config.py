@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from gpt4d.config import SIZE, redefined, setting
+from gpt4d.config import SIZE, Effect, redefined, setting
 from gpt4d.model.llama.config import LlamaConfig, RotaryConfig
 
 # Settings of the training, which a checkpoint's model may have with other values.
@@ -26,7 +26,10 @@ class MoeConfig(RotaryConfig):
     balance_rate: float = setting(0.01, "factor of the balance loss, or change of a bias per step", at_least=0)
     router_z_loss: float = setting(0.0, "factor of log²(Σ exp(router logits)) in the loss", at_least=0)
     imbalance: float = setting(
-        1.0, "planner: tokens of the busiest rank's experts, divided by the mean (see moe in metrics.jsonl)", at_least=1
+        1.0,
+        "planner: tokens of the busiest rank's experts, divided by the mean (see moe in metrics.jsonl)",
+        at_least=1,
+        effect=Effect.NONE,
     )
     tied: bool = setting(False, "the head is the token embedding")
     qk_norm: str = setting("none", "norms of queries and keys", choices=("none", "heads", "all"))

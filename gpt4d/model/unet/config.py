@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from gpt4d.config import COUNT, FRACTION, SIZE, ModelConfig, redefined, setting
+from gpt4d.config.conditions import with_base
 
 
 @dataclass
@@ -30,6 +31,6 @@ class UNetConfig(ModelConfig):
         choices=("trailing", "leading"),
     )
     base_channels: int | None = setting(
-        None, "optim.width_transfer: channels of the model that the learning rate fits", **SIZE
+        None, "optim.width_transfer: channels of the model that the learning rate fits", **SIZE, read_if=with_base
     )
     width_key = "channels"
