@@ -152,9 +152,7 @@ class StagesConfig(DeviceConfig):
         config = Config(
             model=self.model,
             train=TrainConfig(seq_len=self.seq_len, batch_size=self.batch),
-            parallel=ParallelConfig(
-                gx=sizes.x, gy=sizes.y, gz=sizes.z, gdata=sizes.data, cache_layers="all", pipeline=pipeline
-            ),
+            parallel=ParallelConfig(cache_layers="all", pipeline=pipeline).on_grid(sizes),
             cluster=plain_rates(self),
         )
         return resolve(config, self.hosts * self.ranks)

@@ -65,12 +65,12 @@ def inference_plan(model: ModelConfig, settings: InferenceConfig, world_size: in
     """
     sizes = GridSizes(settings.gx, settings.gy, settings.gz, settings.gdata)
     if sizes.devices * settings.stages != world_size:
-        given = "·".join(map(str, (settings.gx, settings.gy, settings.gz, settings.gdata, settings.stages)))
+        given = "·".join(map(str, (*sizes, settings.stages)))
         raise ConfigError(
             f"gx·gy·gz·gdata·stages={given}: not a plan for {world_size} process(es); choose sizes with that product, "
             "or start as many with torchrun --nproc-per-node"
         )
-    parallel = ParallelConfig(gx=sizes.x, gy=sizes.y, gz=sizes.z, gdata=sizes.data, cache_layers=0)
+    parallel = ParallelConfig(cache_layers=0).on_grid(sizes)
     parallel.pipeline.stages = settings.stages
     length = getattr(model, "max_positions", 1)  # only text models have it
     config = Config(model=model, train=TrainConfig(seq_len=length, batch_size=sizes.batch_shards), parallel=parallel)

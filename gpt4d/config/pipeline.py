@@ -1,7 +1,6 @@
 """Checks of ``parallel.pipeline`` that need no model: stages, their grids and the parts of the batch."""
 
 import math
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -58,7 +57,7 @@ def stage_sizes(parallel: ParallelConfig, world_size: int) -> tuple[GridSizes, .
                 f"use one of {shortened(divisors(world_size))}, or set parallel.pipeline.stage_grids"
             )
         return (_grid_sizes(parallel, world_size // stages),) * stages
-    grids = tuple(map(_parse_grid, items(pipeline.stage_grids)))
+    grids = tuple(map(GridSizes.parse, items(pipeline.stage_grids)))
     setting = f"parallel.pipeline.stage_grids=[{','.join(items(pipeline.stage_grids))}]"
     if None in grids:
         raise ConfigError(f"{setting}: not a list of grids gx·gy·gz·gdata; use [2x2x1x2,4x1x1x2], for example")
@@ -100,12 +99,6 @@ def _grid_sizes(parallel: ParallelConfig, world_size: int) -> GridSizes:
 def items(value: Any) -> list[str]:
     """Return the items of a list, which may be given as text with commas."""
     return [str(item).strip() for item in (value if isinstance(value, list) else str(value).split(","))]
-
-
-def _parse_grid(text: str) -> GridSizes | None:
-    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)", text)
-    sizes = tuple(map(int, match.groups())) if match else (0,)
-    return GridSizes(*sizes) if all(sizes) else None
 
 
 def pipeline_microbatches(train: TrainConfig, parallel: ParallelConfig, stages: tuple[GridSizes, ...]) -> int:

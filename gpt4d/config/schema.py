@@ -4,8 +4,9 @@ The YAML files under ``configs/`` set values of these fields; Hydra merges them 
 does not import torch, so that mistakes are reported immediately.
 """
 
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from gpt4d.config import conditions as when
@@ -200,6 +201,10 @@ class ParallelConfig:
     replicated_layers: int = setting(0, "blocks whose weights are replicated over z, which all-reduces their gradients",
         aliases="whole_layers")
     pipeline: PipelineConfig = setting(PipelineConfig, "pipeline stages")
+
+    def on_grid(self, sizes: "GridSizes", **changes: Any) -> "ParallelConfig":
+        """Return the settings with these sizes of the axes and further ``changes``."""
+        return replace(self, **{f"g{axis}": size for axis, size in sizes._asdict().items()}, **changes)
 
 
 @dataclass
@@ -550,3 +555,10 @@ class GridSizes(NamedTuple):
 
     def __str__(self) -> str:
         return "x".join(map(str, self))
+
+    @classmethod
+    def parse(cls, text: str) -> "GridSizes | None":
+        """Return the sizes that ``str`` writes, such as 4x1x2x1; None for other texts."""
+        match = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)", text)
+        sizes = tuple(map(int, match.groups())) if match else (0,)
+        return cls(*sizes) if all(sizes) else None

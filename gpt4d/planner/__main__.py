@@ -21,7 +21,6 @@ GPUs.
 """
 
 import difflib
-import re
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -205,10 +204,9 @@ def _grids(config: Config, devices: int, query: PlannerQuery, overrides: list[st
 
 def _one_grid(config: Config, query: PlannerQuery, overrides: list[str]) -> str:
     """Return whether a grid fits, and the time of a step. Raises ConfigError if the grid is not possible."""
-    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)", query.grid or "")
-    if not match or "0" in match.groups():
+    sizes = GridSizes.parse(query.grid or "")
+    if sizes is None:
         raise ConfigError(f"grid={query.grid}: not the sizes of gx, gy, gz and gdata; use grid=4x1x2x1, for example")
-    sizes = GridSizes(*map(int, match.groups()))
     stages = config.parallel.pipeline.stages or 1
     devices = sizes.devices * stages
     if query.world_size not in (None, devices):
@@ -217,8 +215,7 @@ def _one_grid(config: Config, query: PlannerQuery, overrides: list[str]) -> str:
             f"{devices} device(s); use world_size={devices}, or leave it out"
         )
     check_machine(config.cluster, devices)
-    x, y, z, data = sizes
-    config = replace(config, parallel=replace(config.parallel, mode="4d", gx=x, gy=y, gz=z, gdata=data))
+    config = replace(config, parallel=config.parallel.on_grid(sizes, mode="4d"))
     answer = fit(resolve(config, devices), config.cluster)
     plan = replace(answer.plan, options={}, choice={})
     changes = [] if answer.fits else answer.changes()

@@ -79,8 +79,7 @@ def _search(config: Config, world_size: int) -> tuple[Config, tuple[str, ...]]:
     if best.pipeline:
         parallel = replace(parallel, pipeline=best.pipeline)
     if not (best.pipeline and best.pipeline.stage_grids):
-        x, y, z, data = best.sizes
-        parallel = replace(parallel, gx=x, gy=y, gz=z, gdata=data)
+        parallel = parallel.on_grid(best.sizes)
     if not best.pipeline:
         train = replace(train, micro_batch_size=best.micro_batch)
     lines = tuple(f"{plan.grid} ({plan.step_time_s:.3g} s per step)" for plan in ranking.plans)
@@ -102,7 +101,6 @@ def _mesh(config: Config, world_size: int) -> tuple[Config, tuple[str, ...]]:
     best = possible[0]
     if not (parallel.d1 and parallel.d2):
         train = replace(train, micro_batch_size=best.micro_batch or train.micro_batch_size)
-    x, y, z, data = best.sizes
-    parallel = replace(parallel, mode="4d", d1=None, d2=None, gx=x, gy=y, gz=z, gdata=data, rank_order=best.rank_order)
+    parallel = parallel.on_grid(best.sizes, mode="4d", d1=None, d2=None, rank_order=best.rank_order)
     lines = tuple(f"{plan} ({plan.t_comm_s:.3g} s of all-reduces per step)" for plan in possible[:_NUM_SHOWN])
     return replace(config, parallel=parallel, train=train), lines
