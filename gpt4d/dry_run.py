@@ -7,6 +7,7 @@ from typing import Any
 
 from gpt4d.checkpoint.space import check_space, readable_size
 from gpt4d.config import (
+    PREPARED,
     Config,
     ConfigError,
     blend_paths,
@@ -28,7 +29,6 @@ from gpt4d.planner.published import published_lines
 from gpt4d.planner.topology import usable_gib
 
 _FILES = ("text", "jsonl", "csv", "parquet", "arrow", "files", "chat", "pictures")  # sources that are globs of files
-_PREPARED = ("tokens", "megatron", "blend")  # sources that are token files already
 
 
 def dry_arguments(arguments: Sequence[str]) -> list[str]:
@@ -89,7 +89,7 @@ def _data(config: Config) -> Iterator[str]:
     data = config.data
     if data.source in _FILES:
         yield f"{data.source}: {_files('data.path', data.path, folders=data.source == 'pictures')}"
-    elif data.source in _PREPARED:
+    elif data.source in PREPARED:
         directories = blend_paths(data.blend) if data.source == "blend" else [data.path or ""]
         for directory in directories:
             if is_megatron(directory):
@@ -104,7 +104,7 @@ def _data(config: Config) -> Iterator[str]:
         yield f"hub: {data.path}, which is downloaded first unless it is in the hub's cache"
     else:
         yield f"{data.source}, from its Python package"
-    if registry.of(config.model).unit == "tokens" and (data.tokenizer or data.source not in _PREPARED):
+    if registry.of(config.model).unit == "tokens" and (data.tokenizer or data.source not in PREPARED):
         yield _tokenizer(config)
     for name, path in (data.validation or {}).items():
         if os.path.isdir(os.path.expanduser(path)):

@@ -27,6 +27,7 @@ from gpt4d.config.composing import (
 from gpt4d.config.data_files import (
     CHECKPOINT,
     HEADER,
+    PREPARED,
     BlendStage,
     blend_paths,
     blend_stages,

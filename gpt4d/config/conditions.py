@@ -4,11 +4,18 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from gpt4d.config.data_files import blend_paths, is_megatron, is_remote, patterns, tokenizer_file, written_source
+from gpt4d.config.data_files import (
+    PREPARED,
+    blend_paths,
+    is_megatron,
+    is_remote,
+    patterns,
+    tokenizer_file,
+    written_source,
+)
 from gpt4d.config.fields import Condition
 from gpt4d.config.values import command_text, value_of
 
-_PREPARED = ("tokens", "blend", "megatron")  # sources that are token files already
 _MADE_BEFORE = (
     "data.source={0.data.source} was prepared before; leave it out, or set it for python -m gpt4d.data.prepare"
 )
@@ -109,10 +116,10 @@ at_url = if_true(
     lambda config: any(isinstance(path, str) and is_remote(path) for path in patterns(config.data.path)),
     "data.path={0.data.path} has no URL; leave it out",
 )
-before_preparation = if_true(lambda config: config.data.source not in _PREPARED, _MADE_BEFORE)
+before_preparation = if_true(lambda config: config.data.source not in PREPARED, _MADE_BEFORE)
 before_splitting = if_true(lambda config: not _is_prepared(config), _MADE_BEFORE)
 before_tokens = if_true(
-    lambda config: config.data.source not in _PREPARED, "data.source={0.data.source} has tokens already; leave it out"
+    lambda config: config.data.source not in PREPARED, "data.source={0.data.source} has tokens already; leave it out"
 )
 before_packing = if_true(
     lambda config: config.data.source != "chat",

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from gpt4d.config.fields import ConfigError
 
+PREPARED = ("tokens", "blend", "megatron")  # values of data.source that are token files already
 CHECKPOINT = re.compile(r"step_\d{8,}")  # names of complete checkpoints
 HEADER = "header.json"  # file of a directory of prepared data
 _FORMATS = {  # suffixes of files of rows, and the data.source that reads them

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 from gpt4d.config.batch_ramp import checked_ramp, samples_of, steps_for
+from gpt4d.config.conditions import trains_on_images
 from gpt4d.config.fields import ConfigError, check_limits
 from gpt4d.config.schema import Config, TrainConfig
 
@@ -25,7 +26,7 @@ def with_steps(config: Config, default: int = DEFAULT_STEPS) -> Config:
         steps = train.steps if train.epochs is None else DEFAULT_STEPS
     elif train.epochs is not None:
         raise ConfigError(f"train.epochs={train.epochs}: train.tokens={train.tokens} sets the length; set only one")
-    elif hasattr(config.model, "timesteps"):
+    elif trains_on_images(config):
         raise ConfigError(
             f"train.tokens={train.tokens}: model={config.model.name} is trained on images; use train.epochs or "
             "train.steps"

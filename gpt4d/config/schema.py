@@ -1,4 +1,4 @@
-"""All settings: name, type, default, meaning and limits.
+"""All settings: name, type, default, meaning, limits, names of other trainers, conditions and effect.
 
 The YAML files under ``configs/`` set values of these fields; Hydra merges them and rejects unknown keys. This package
 does not import torch, so that mistakes are reported immediately.
@@ -17,20 +17,10 @@ from gpt4d.config.trainer_profiles import PROFILES
 _MODEL_VOCABULARY: Any = "${oc.select:model.vocab_size,null}"
 _MODEL_LENGTH: Any = "${oc.select:model.max_positions,1}"
 
-TEXT_SOURCES = (
-    "sotu",
-    "text",
-    "jsonl",
-    "csv",
-    "parquet",
-    "arrow",
-    "files",
-    "hub",
-    "chat",
-    "tokens",
-    "megatron",
-    "blend",
-)
+# A row of the tables below has one to four lines: default and meaning, then the other facts about the key.
+# fmt: off
+TEXT_SOURCES = ("sotu", "text", "jsonl", "csv", "parquet", "arrow", "files", "hub", "chat", "tokens", "megatron",
+    "blend")
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 IMAGE_SOURCES = ("blue_marble", "pictures", "hub")
 LORA_TARGETS = ("qkv", "output", "up", "down")
@@ -48,7 +38,6 @@ _EXCHANGES = ("all_gather", "ring")
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
-# fmt: off
 @dataclass
 class ModelConfig:
     """Settings that every model has. Each model family derives its settings from this (gpt4d.model.registry)."""
@@ -105,6 +94,7 @@ class DataConfig:
         read_if=when.from_chat)
     train_on: str = setting("assistant", "chat: messages whose tokens have a loss", choices=("assistant", "all"),
         read_if=when.from_chat)
+    # The remaining conversations do not depend on skip_long.
     skip_long: bool = setting(True, "chat: leave out conversations that exceed a sequence; false: they are an error",
         read_if=when.from_conversations, effect=Effect.NONE)
     validation_fraction: float = setting(0.05, "held-out fraction of documents or images, chosen by hash", **FRACTION,
@@ -514,6 +504,7 @@ class Config:
     optim: OptimConfig = setting(OptimConfig, "optimizer and learning rate", effect=Effect.RESULTS)
     lora: LoraConfig = setting(LoraConfig, "low-rank adapters, which are trained in place of the model's weights",
         effect=Effect.RESULTS)
+    # The planner's choices depend on cluster.
     cluster: ClusterConfig = setting(ClusterConfig, "machine that the planner assumes, in configs/cluster",
         effect=Effect.ROUNDING)
     evaluate: EvaluationConfig = setting(EvaluationConfig, "evaluation during training", read_if=when.on_text,

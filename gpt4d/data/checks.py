@@ -11,6 +11,7 @@ from typing import Any
 from gpt4d.config import (
     HEADER,
     HELD_OUT,
+    PREPARED,
     BlendStage,
     ConfigError,
     DataConfig,
@@ -52,7 +53,7 @@ def check_data(data: DataConfig, model: str) -> None:
     _check_source(data, "text", model)
     if data.source == "blend":
         _check_blend(data.blend)
-    if data.stream and not data.tokenizer and data.source not in ("tokens", "blend", "megatron"):
+    if data.stream and not data.tokenizer and data.source not in PREPARED:
         raise ConfigError(
             "data.tokenizer=null: data.stream=true trains no tokenizer, which reads the complete text first; use "
             "gpt2, a run, a file or a hub name, or leave out data.stream"

@@ -19,6 +19,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from gpt4d import activity
 from gpt4d.config import (
     HEADER,
+    PREPARED,
     ConfigError,
     DataConfig,
     asks_for_help,
@@ -39,8 +40,6 @@ from gpt4d.data.sampler import integer_shares
 from gpt4d.data.tokens import TokenFiles
 from gpt4d.model import registry  # noqa: F401 – registers the settings of the model families for compose
 from gpt4d.runtime.errors import one_line_errors
-
-PREPARED = ("tokens", "blend", "megatron")  # sources that are token files already
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gpt4d import activity
-from gpt4d.config import BlendStage, Config, ConfigError, blend_paths, blend_stages, samples_of_run
+from gpt4d.config import PREPARED, BlendStage, Config, ConfigError, blend_paths, blend_stages, samples_of_run
 from gpt4d.data import documents, tokenizers, transformers_tokenizer, verification
 from gpt4d.data.batch import Batch, Counts
 from gpt4d.data.completion import begin_of_text
@@ -24,7 +24,7 @@ from gpt4d.data.encoding import Encoding
 from gpt4d.data.loader import Source
 from gpt4d.data.packing import IGNORED, PackedSequences
 from gpt4d.data.preparation import identity_of
-from gpt4d.data.prepare import PREPARED, Corpus, corpus, held_out_corpus, opened
+from gpt4d.data.prepare import Corpus, corpus, held_out_corpus, opened
 from gpt4d.data.sampler import Blend, DocumentSequences, Sequences
 from gpt4d.data.stream import Position, Stream, open_stream
 from gpt4d.data.text_bytes import bytes_of_tokens
