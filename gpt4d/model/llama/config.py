@@ -47,30 +47,21 @@ class RotaryConfig(LlamaSizes):
 
     rope_theta: float = setting(1e4, "base of the rotary frequencies", above=1)
     rope_scaling: str = setting("none", "scaling for longer sequences", choices=ROPE_SCALINGS)
-    rope_factor: float = setting(
-        1.0,
-        "ratio of the maximum lengths with and without scaling",
-        **SIZE,
-        read_if=_scaled("linear", "llama3", "yarn"),
-    )
-    rope_original_positions: int = setting(
-        0, "llama3, yarn: maximum length before scaling", **(SIZE | {"at_least": 0}), read_if=_scaled("llama3", "yarn")
-    )
-    rope_low_frequency: float = setting(
-        1.0, "llama3: maximum rotations of frequencies that rope_factor divides", above=0, read_if=_scaled("llama3")
-    )
-    rope_high_frequency: float = setting(
-        4.0, "llama3: minimum rotations of unchanged frequencies", above=0, read_if=_scaled("llama3")
-    )
+    # fmt: off
+    rope_factor: float = setting(1.0, "ratio of the maximum lengths with and without scaling", **SIZE,
+        read_if=_scaled("linear", "llama3", "yarn"))
+    rope_original_positions: int = setting(0, "llama3, yarn: maximum length before scaling", **(SIZE | {"at_least": 0}),
+        read_if=_scaled("llama3", "yarn"))
+    rope_low_frequency: float = setting(1.0, "llama3: maximum rotations of frequencies that rope_factor divides",
+        above=0, read_if=_scaled("llama3"))
+    rope_high_frequency: float = setting(4.0, "llama3: minimum rotations of unchanged frequencies", above=0,
+        read_if=_scaled("llama3"))
     rope_beta_slow: float = setting(1.0, "yarn: as rope_low_frequency", above=0, read_if=_scaled("yarn"))
     rope_beta_fast: float = setting(32.0, "yarn: as rope_high_frequency", above=0, read_if=_scaled("yarn"))
     rope_truncate: bool = setting(True, "yarn: the limits are whole pairs of features", read_if=_scaled("yarn"))
-    rope_attention_factor: float = setting(
-        0.0,
-        "yarn: factor of queries and keys; 0: 0.1·ln(rope_factor) + 1",
-        **(SIZE | {"at_least": 0}),
-        read_if=_scaled("yarn"),
-    )
+    rope_attention_factor: float = setting(0.0, "yarn: factor of queries and keys; 0: 0.1·ln(rope_factor) + 1",
+        **(SIZE | {"at_least": 0}), read_if=_scaled("yarn"))
+    # fmt: on
 
     def extension(self, length: int) -> list[str]:
         original = self.rope_original_positions or self.max_positions / self.rope_factor
