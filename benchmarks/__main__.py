@@ -5,7 +5,7 @@ from pkgutil import iter_modules
 
 from benchmarks import driver, experiments
 from gpt4d.config import ConfigError
-from gpt4d.runtime.errors import one_line_errors
+from gpt4d.config.commands import one_line_errors
 
 
 def main(arguments: list[str]) -> None:

@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 
 from gpt4d.config import ConfigError, from_arguments
-from gpt4d.runtime.errors import one_line_errors
+from gpt4d.config.commands import one_line_errors
 
 _SUBNET = "10.201.0"
 _BURST_MS = 1.0  # how much of the rate an uplink may send at once

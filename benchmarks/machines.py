@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from benchmarks.sustained import SUSTAINED, sustained
 from gpt4d.config import CONFIG_DIR, ClusterConfig, LevelConfig, read_cluster
-from gpt4d.config.machine import MachineFacts, describe
+from gpt4d.config.machine import describe
+from gpt4d.runtime.machine import MachineFacts
 
 # Word of the hardware, cluster file, GPU. The first word that matches counts.
 _MACHINES = (

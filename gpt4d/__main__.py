@@ -14,9 +14,9 @@ MODULES = {
     "plan": "gpt4d.planner.__main__",
     "prepare": "gpt4d.data.prepare",
     "checkpoint": "gpt4d.checkpoint.__main__",
-    "generate": "gpt4d.generate",
-    "chat": "gpt4d.chat",
-    "evaluate": "gpt4d.evaluate",
+    "generate": "gpt4d.inference.generate",
+    "chat": "gpt4d.inference.chat",
+    "evaluate": "gpt4d.inference.evaluate",
     "runs": "gpt4d.runs.__main__",
     "config": "gpt4d.config.__main__",
 }
@@ -28,7 +28,7 @@ def main() -> None:
     if command == "train":
         end_on_signals()  # first, because the remaining imports take a second
     from gpt4d.config import ConfigError, asks_for_help
-    from gpt4d.runtime.errors import one_line_errors
+    from gpt4d.config.commands import one_line_errors
 
     with one_line_errors():
         if asks_for_help([command]):

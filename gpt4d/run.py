@@ -7,16 +7,16 @@ from pathlib import Path
 
 import hydra
 
-from gpt4d import dry_run, sweep
 from gpt4d.checkpoint import checkpoint_dir
 from gpt4d.checkpoint.space import check_space
 from gpt4d.config import CONFIG_DIR, Config, asks_for_help, to_config, train_help
+from gpt4d.config.commands import one_line_errors
 from gpt4d.data.completion import completion
 from gpt4d.runs import lock
 from gpt4d.runtime import gpu
-from gpt4d.runtime.errors import one_line_errors
 from gpt4d.runtime.launch import Launch
 from gpt4d.runtime.signals import exit_immediately, listen_for_signals
+from gpt4d.training import dry_run, sweep
 from gpt4d.validation import validate
 
 
@@ -65,9 +65,9 @@ def train(config: Config) -> None:
         # Import torch, which takes seconds, only after all other checks of the configuration.
         if config.train.cuda_graphs:
             gpu.check_cuda_graphs()
-        from gpt4d import out_of_memory
         from gpt4d.runtime.job import process_group
-        from gpt4d.trainer import Trainer
+        from gpt4d.training import out_of_memory
+        from gpt4d.training.trainer import Trainer
 
         timeout_s, deterministic = config.parallel.timeout_s, config.train.deterministic
         group = process_group(launch, timeout_s=timeout_s, deterministic=deterministic, run_dir=Path(config.run.dir))

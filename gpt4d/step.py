@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gpt4d.activity import MAIN
 from gpt4d.config import Config, OptimConfig
 from gpt4d.model import registry
 from gpt4d.model.description import copied_parameters
@@ -28,6 +27,7 @@ from gpt4d.parallel.routers import Routers
 from gpt4d.parallel.sharded_weights import ShardedWeights, compute_dtype
 from gpt4d.parallel.stage import Stage
 from gpt4d.plan import ParallelPlan
+from gpt4d.runtime.activity import MAIN
 from gpt4d.runtime.consensus import gather_in_group
 
 

@@ -212,7 +212,7 @@ def test_a_model_family_needs_a_size(family):
         configured([f"model={family}"])
 
 
-@pytest.mark.parametrize("module", ["gpt4d.generate", "gpt4d.data.prepare", "gpt4d.planner.calibrate"])
+@pytest.mark.parametrize("module", ["gpt4d.inference.generate", "gpt4d.data.prepare", "gpt4d.planner.calibrate"])
 def test_help_is_the_description_of_the_command(module, capsys):
     command = importlib.import_module(module)
     command.main(["--help"])

@@ -10,12 +10,12 @@ import pytest
 from PIL import Image
 
 from benchmarks import driver
-from gpt4d import dry_run
 from gpt4d.config import CONFIG_DIR, compose, known_keys
 from gpt4d.data import tokenizers
 from gpt4d.data.completion import completion
 from gpt4d.planner import __main__ as planner
 from gpt4d.planner import largest
+from gpt4d.training import dry_run
 from gpt4d.validation import validate
 from tests.support.data_files import write
 from tests.support.environment import REPOSITORY

@@ -11,8 +11,8 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 
-from gpt4d import metrics
 from gpt4d.config import Config
+from gpt4d.runs import logger
 from gpt4d.runs.history import History
 from tests.support.environment import REPOSITORY
 from tests.support.grids import full, metric_lines, train_in_rank
@@ -25,22 +25,22 @@ def comm(exposed, hidden):
 
 def test_the_step_line_splits_time_into_compute_hidden_and_exposed():
     values = {"step_time_s": 2.0, "comm": {"x": comm(0.25, 0.5), "z": comm(0.5, 0.0)}}
-    assert metrics.time_breakdown(values) == "  compute 1.25 s, hidden 0.50 s, exposed 0.75 s (x 0.25, z 0.50)"
-    assert metrics.time_breakdown({"step_time_s": 2.0, "comm": {}}) == ""
+    assert logger.time_breakdown(values) == "  compute 1.25 s, hidden 0.50 s, exposed 0.75 s (x 0.25, z 0.50)"
+    assert logger.time_breakdown({"step_time_s": 2.0, "comm": {}}) == ""
 
 
 def test_perplexity_is_infinite_where_it_overflows_and_no_bytes_give_no_bits():
-    assert metrics.of_loss(6.0, 3, None) == {"loss": 2.0}
-    assert metrics.of_loss(6.0, 3, 2) == {"loss": 2.0, "perplexity": math.exp(2), "bits_per_byte": 3 / math.log(2)}
-    values = metrics.of_loss(3e3, 3, 0)
-    assert metrics.without_nan(values) == {"loss": 1e3, "perplexity": None, "bits_per_byte": None}
-    assert {*metrics.without_nan(metrics.of_loss(math.nan, 3, 2)).values()} == {None}
+    assert logger.of_loss(6.0, 3, None) == {"loss": 2.0}
+    assert logger.of_loss(6.0, 3, 2) == {"loss": 2.0, "perplexity": math.exp(2), "bits_per_byte": 3 / math.log(2)}
+    values = logger.of_loss(3e3, 3, 0)
+    assert logger.without_nan(values) == {"loss": 1e3, "perplexity": None, "bits_per_byte": None}
+    assert {*logger.without_nan(logger.of_loss(math.nan, 3, 2)).values()} == {None}
 
 
 def test_the_task_chooses_the_unit_of_the_step_line_and_of_the_history(tmp_path, capsys):
-    logger = metrics.RunLogger(Config(), tmp_path, unit="images")
-    logger.step({"step": 1, "loss": 2.0, "images": 64, "images_per_s": 1234.0, "step_time_s": 1.0, "comm": {}})
-    logger.close()
+    log = logger.RunLogger(Config(), tmp_path, unit="images")
+    log.step({"step": 1, "loss": 2.0, "images": 64, "images_per_s": 1234.0, "step_time_s": 1.0, "comm": {}})
+    log.close()
     assert "loss 2.0000  1,234 images/s" in capsys.readouterr().out
     history = History(tmp_path)
     assert (history.unit, history.per_s, history.training[1].seen) == ("images", 1234.0, 64)

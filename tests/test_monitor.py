@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from gpt4d.config import ConfigError, TrainConfig
-from gpt4d.monitor import LossMonitor, RunningStats, StepMetrics, StragglerDetector, all_finite
+from gpt4d.optim.monitor import LossMonitor, RunningStats, StepMetrics, all_finite
 from gpt4d.parallel.gradient_reducer import GradientReducer
+from gpt4d.training.measuring import StragglerDetector
 from tests.support.grids import global_tensor, metric_lines
 from tests.support.rank_pool import RankFailure
 from tests.support.run_files import events

@@ -11,12 +11,12 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-from gpt4d import profiling, timeline
 from gpt4d.config import GridSizes
 from gpt4d.parallel.comm.stats import CommStats
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
-from gpt4d.timeline import LayerSpan
+from gpt4d.training import profiling, timeline
+from gpt4d.training.timeline import LayerSpan
 from tests.support.grids import full, metric_lines, on_grid, train_in_rank
 from tests.support.run_files import events
 from tests.support.training import before_each_step, build_trainer, losses_and_norms

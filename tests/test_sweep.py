@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from gpt4d import sweep
 from gpt4d.config import ConfigError
 from gpt4d.runs import lock
 from gpt4d.runs.summary import Run, State
 from gpt4d.runtime.launch import ArrayTask, Launch
+from gpt4d.training import sweep
 from tests.support.commands import TRAIN, launcher, overrides
 from tests.support.run_files import event, locked_by_another_process, step, write_run
 from tests.support.settings import configured
@@ -204,7 +204,7 @@ def test_a_task_checks_the_directories_of_its_own_jobs_only(tmp_path):
 
 SWEEP = """
 import sys
-from gpt4d import sweep
+from gpt4d.training import sweep
 from gpt4d.runtime.launch import Launch
 jobs = sweep.expand(["train.seed=0,1", f"run.dir={sys.argv[1]}"], 1)
 job = "from gpt4d import sweep; import time; sweep.end_with_sweep(); print('job', flush=True); time.sleep(3600)"

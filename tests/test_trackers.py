@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from gpt4d import metrics, trainer
 from gpt4d.config import Config
+from gpt4d.runs import logger
 from gpt4d.runtime.signals import Stopped, StopRequest
 from gpt4d.trackers import registry, run_trackers
 from gpt4d.trackers.run_trackers import RunTrackers, tag
+from gpt4d.training import trainer
 from gpt4d.validation import validate
 from tests.support.commands import wrong_messages
 from tests.support.data_files import one_line
@@ -131,7 +132,7 @@ def sample(tmp_path):
 def log_sample(directory, name, sample):
     config = wandb_config()
     config.logging.trackers = [name]
-    log = metrics.RunLogger(config, directory)
+    log = logger.RunLogger(config, directory)
     log.event("sample", "", step=3, tokens=48, **sample)
     log.close()
 
@@ -335,7 +336,7 @@ def test_an_error_of_wandb_is_one_line(tmp_path, monkeypatch):
         (online, "logging.online=true: wandb reports 'No API key configured"),
         (wrong_name, "logging.project=a/b logging.online=false: wandb reports … Invalid project name"),
     ]
-    assert not wrong_messages(mistakes, lambda config: metrics.RunLogger(config, tmp_path))
+    assert not wrong_messages(mistakes, lambda config: logger.RunLogger(config, tmp_path))
 
 
 def train_and_note_plots(config, fails, signal=None):

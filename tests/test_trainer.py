@@ -13,7 +13,7 @@ from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.sharded_weights import ShardedWeights
-from gpt4d.trainer import Trainer
+from gpt4d.training.trainer import Trainer
 from gpt4d.validation import validate
 from tests.support.grids import (
     BINARY_GRIDS,

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from gpt4d import starts, writing
 from gpt4d.checkpoint import checkpoint_dir
 from gpt4d.checkpoint.model_directory import new_directory
 from gpt4d.config import ConfigError
-from gpt4d.files import read_json_lines
 from gpt4d.parallel.pipeline import __main__ as schedules
 from gpt4d.parallel.resharding import __main__ as reshardings
 from gpt4d.planner import __main__ as planner
+from gpt4d.runs import starts
 from gpt4d.runs.lock import DirectoryLock
+from gpt4d.runtime import writing
+from gpt4d.runtime.files import read_json_lines
 from tests.support.commands import wrong_messages
 from tests.support.damage import DAMAGES, NOT_FILES
 from tests.support.grids import full, metric_lines, train_in_rank

@@ -25,8 +25,8 @@ from omegaconf import MISSING
 
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint, Damaged, committed
 from gpt4d.config import ConfigError, asks_for_help, from_arguments
+from gpt4d.config.commands import one_line_errors
 from gpt4d.model import registry
-from gpt4d.runtime.errors import one_line_errors
 
 # Modules that import torch or transformers, which takes seconds, are imported where they are needed.
 

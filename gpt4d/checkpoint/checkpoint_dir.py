@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import xxhash
 
-from gpt4d import starts
 from gpt4d.config import (
     CHECKPOINT,
     Change,
@@ -33,10 +32,11 @@ from gpt4d.config import (
 )
 from gpt4d.data import tokenizers
 from gpt4d.data.transformers_tokenizer import GENERATION_SETTINGS
-from gpt4d.files import FileEntry, checksum, counts, sync, write_file
 from gpt4d.model import registry
 from gpt4d.model.family import Family
 from gpt4d.optim.schedule import SCHEDULE_KEYS, check_past_rates
+from gpt4d.runs import starts
+from gpt4d.runtime.files import FileEntry, checksum, counts, sync, write_file
 
 if TYPE_CHECKING:
     from gpt4d.checkpoint.storage import Files

@@ -7,12 +7,12 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 import gpt4d
-from gpt4d import starts
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
-from gpt4d.files import read_json_lines
 from gpt4d.model import registry
 from gpt4d.model.family import HuggingFaceAdapter
-from gpt4d.writing import required_file
+from gpt4d.runs import starts
+from gpt4d.runtime.files import read_json_lines
+from gpt4d.runtime.writing import required_file
 
 
 def model_card(checkpoint: Checkpoint, adapter: HuggingFaceAdapter, weights: str) -> str:

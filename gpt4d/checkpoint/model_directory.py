@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from gpt4d.config import ConfigError
-from gpt4d.files import sync
 from gpt4d.model.family import Family, HuggingFaceAdapter
-from gpt4d.writing import file_error
+from gpt4d.runtime.files import sync
+from gpt4d.runtime.writing import file_error
 
 
 def adapter_of(family: Family) -> HuggingFaceAdapter:

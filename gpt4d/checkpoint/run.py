@@ -7,18 +7,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from gpt4d import starts
 from gpt4d.checkpoint import checkpoint_dir, lifecycle, storage
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint, Damaged, Meta, Progress
 from gpt4d.checkpoint.saving import Saver
 from gpt4d.config import Change, ConfigError, length_key, recorded_settings
 from gpt4d.data import tokenizers
 from gpt4d.model import registry
-from gpt4d.monitor import LossMonitor, all_finite
+from gpt4d.optim.monitor import LossMonitor, all_finite
 from gpt4d.optim.optimizer import Optimizer
 from gpt4d.optim.schedule import learning_rate
 from gpt4d.parallel.stage import Stage
 from gpt4d.plan import ParallelPlan
+from gpt4d.runs import starts
 from gpt4d.runtime import gpu
 from gpt4d.runtime.consensus import all_ranks_true, run_on_all_ranks, run_on_rank0
 from gpt4d.step import TrainStep
@@ -26,7 +26,7 @@ from gpt4d.task.task import Task
 
 
 class EventLog(Protocol):
-    """Log to which events are reported (gpt4d.metrics.RunLogger)."""
+    """Log to which events are reported (gpt4d.runs.logger.RunLogger)."""
 
     def event(self, event: str, message: str, /, **values) -> None: ...
 

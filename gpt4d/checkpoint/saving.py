@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from gpt4d.activity import MAIN, SAVE
 from gpt4d.checkpoint import checkpoint_dir, lifecycle
 from gpt4d.checkpoint.host_memory import HostMemory
 from gpt4d.checkpoint.storage import LocalShard
@@ -23,6 +22,7 @@ from gpt4d.checkpoint.writer import SavePlanner, Writer
 from gpt4d.config import CheckpointConfig, ConfigError
 from gpt4d.parallel.grid import Grid
 from gpt4d.runtime import gpu
+from gpt4d.runtime.activity import MAIN, SAVE
 from gpt4d.runtime.consensus import all_ranks_true, run_on_rank0
 
 

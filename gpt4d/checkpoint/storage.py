@@ -17,17 +17,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from gpt4d import activity
 from gpt4d.checkpoint import checkpoint_dir
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint, Damaged
 from gpt4d.config import ConfigError, ModelConfig
 from gpt4d.data import tokenizers
-from gpt4d.files import FileEntry, counts
 from gpt4d.model import registry
 from gpt4d.optim.optimizer import Optimizer
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layout import ParameterSpec
+from gpt4d.runtime import activity
 from gpt4d.runtime.consensus import run_on_all_ranks
+from gpt4d.runtime.files import FileEntry, counts
 from gpt4d.task.averages import PREFIX
 
 TENSORS = "tensors.json"

@@ -14,10 +14,10 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint import planner as planning
 from torch.futures import Future
 
-from gpt4d import activity
 from gpt4d.checkpoint import checkpoint_dir
 from gpt4d.checkpoint.storage import TENSORS, Chunk, Region, StoredTensor
-from gpt4d.files import FileEntry, NewFile, write_file
+from gpt4d.runtime import activity
+from gpt4d.runtime.files import FileEntry, NewFile, write_file
 
 _ALIGNMENT = 64  # bytes, so that any dtype can be read in place
 

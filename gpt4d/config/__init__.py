@@ -45,14 +45,10 @@ from gpt4d.config.fields import (
     COUNT,
     FRACTION,
     LARGEST_COUNT,
-    LARGEST_DEVICES,
     LARGEST_SIZE,
     SIZE,
-    ConfigError,
     Effect,
-    NodeError,
     check_limits,
-    printable,
     redefined,
     setting,
 )
@@ -105,3 +101,4 @@ from gpt4d.config.values import (
     shortened,
     value_of,
 )
+from gpt4d.runtime.errors import ConfigError, NodeError, printable

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-from gpt4d.config.fields import ConfigError
 from gpt4d.config.schema import TrainConfig
+from gpt4d.runtime.errors import ConfigError
 
 
 def batch_size_at(train: TrainConfig, samples: int) -> int:

@@ -11,10 +11,11 @@ from typing import Any, Protocol
 from gpt4d.config.batch_ramp import batch_sizes, ramp_text
 from gpt4d.config.cluster import check_cluster, check_precision
 from gpt4d.config.conditions import has_experts
-from gpt4d.config.fields import ConfigError, check_limits
+from gpt4d.config.fields import check_limits
 from gpt4d.config.identity import check_allowed
 from gpt4d.config.schema import HELD_OUT, Config, GridSizes, MuonConfig, ParallelConfig, TrainConfig
 from gpt4d.config.values import divisors, shortened, value_of
+from gpt4d.runtime.errors import ConfigError
 
 FLOAT8_MULTIPLE = 16  # divides the rows, columns and contracted elements of a float8 product on a GPU
 

@@ -3,9 +3,10 @@
 import re
 from typing import Any
 
-from gpt4d.config.fields import LARGEST, ConfigError
+from gpt4d.config.fields import LARGEST
 from gpt4d.config.schema import ClusterConfig
 from gpt4d.config.values import check_at_least
+from gpt4d.runtime.errors import ConfigError
 
 
 def check_precision(precision: str, cluster: ClusterConfig) -> None:

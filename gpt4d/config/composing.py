@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, cast, get_type_hints
 
 from gpt4d.config import machine
-from gpt4d.config.fields import ConfigError, check_limits
+from gpt4d.config.fields import check_limits
 from gpt4d.config.keys import known_keys, model_schemas, unknown_key
 from gpt4d.config.length import with_steps
 from gpt4d.config.overrides import check_text, checked_overrides, whole_number
 from gpt4d.config.schema import ClusterConfig, Config, ModelConfig, OptimConfig
 from gpt4d.config.values import flattened
+from gpt4d.runtime.errors import ConfigError
 
 CONFIG_DIR = (Path(__file__).parent / "files").resolve()  # a link to configs/ in a clone, a directory in a wheel
 

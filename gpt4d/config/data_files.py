@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpt4d.config.fields import ConfigError
+from gpt4d.runtime.errors import ConfigError
 
 PREPARED = ("tokens", "blend", "megatron")  # values of data.source that are token files already
 CHECKPOINT = re.compile(r"step_\d{8,}")  # names of complete checkpoints

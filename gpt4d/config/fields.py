@@ -7,39 +7,14 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
+from gpt4d.runtime.errors import ConfigError
+
 LARGEST = 1e12  # default upper limit, so that no number is infinite
 LARGEST_SIZE = 10_000_000  # limit of sizes of a model
-LARGEST_DEVICES = 1_000_000  # limit of devices to plan for
 LARGEST_COUNT = 10_000  # limit of layers and other things that are enumerated
 COUNT: dict[str, Any] = {"at_least": 1, "at_most": LARGEST_COUNT}  # arguments of setting()
 SIZE: dict[str, Any] = {"at_least": 1, "at_most": LARGEST_SIZE}
 FRACTION: dict[str, Any] = {"at_least": 0, "below": 1}
-
-
-def printable(text: str) -> str:
-    """Return a text with escape sequences for newlines, tabs, ESC and all other characters that do not print."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
-
-
-class ConfigError(ValueError):
-    """Error of a user, in one line: key, value, problem and remedy. All ranks usually raise it together.
-
-    ``problems``: usually one line. Names that come from files are in it, so it is made ``printable``.
-
-    Attributes:
-        all_ranks_raised: whether all ranks of the job are known to have raised it, so that no rank waits for another.
-        exit_code: exit code of the command that it ends.
-    """
-
-    all_ranks_raised = False
-    exit_code = 1
-
-    def __init__(self, *problems: str):
-        super().__init__("\nerror: ".join(map(printable, problems)))
-
-
-class NodeError(ConfigError):
-    """ConfigError that only the ranks of some nodes raise."""
 
 
 class Effect(Enum):

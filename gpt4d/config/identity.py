@@ -7,8 +7,9 @@ changes a key with ``Effect.RESULTS`` is refused, unless ``checkpoint.allow_chan
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from gpt4d.config.fields import ConfigError, Effect
+from gpt4d.config.fields import Effect
 from gpt4d.config.keys import known_keys, stated
+from gpt4d.runtime.errors import ConfigError
 
 
 class Change(NamedTuple):

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import Field, fields, is_dataclass
 from typing import Any, NamedTuple, cast, get_type_hints
 
-from gpt4d.config.fields import ConfigError
 from gpt4d.config.schema import Config, ModelConfig
+from gpt4d.runtime.errors import ConfigError
 
 model_schemas: dict[str, type[ModelConfig]] = {}  # settings of each model family, by its name
 

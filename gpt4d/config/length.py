@@ -5,8 +5,9 @@ from dataclasses import replace
 
 from gpt4d.config.batch_ramp import checked_ramp, samples_of, steps_for
 from gpt4d.config.conditions import trains_on_images
-from gpt4d.config.fields import ConfigError, check_limits
+from gpt4d.config.fields import check_limits
 from gpt4d.config.schema import Config, TrainConfig
+from gpt4d.runtime.errors import ConfigError
 
 DEFAULT_STEPS = TrainConfig.steps
 

@@ -1,24 +1,17 @@
 """Machines that the planner knows: this machine, ``cluster=auto``, and nodes of a known GPU, ``cluster=h100``."""
 
 import math
-import os
 import re
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpt4d.config.fields import ConfigError
-from gpt4d.config.launchers import innermost, number, tasks_on_node
 from gpt4d.config.schema import ClusterConfig, LevelConfig
+from gpt4d.runtime.errors import ConfigError
+from gpt4d.runtime.machine import MachineFacts, read_facts
 
-_UNLIMITED_BYTES = 2**60  # a larger limit means that the control group is not limited
-_CONTROL_GROUPS = Path("/sys/fs/cgroup")
-AMD_DRIVER = "/dev/kfd"  # exists where AMD's driver is loaded
-_GPU_DRIVERS = "/dev/nvidiactl", AMD_DRIVER
-_VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
+if TYPE_CHECKING:
+    import torch
 
 
 class GpuModel(NamedTuple):
@@ -122,24 +115,18 @@ _RESERVED_GIB = 1.0  # context of CUDA, cuBLAS, cuDNN
 COMMUNICATOR_GIB = 0.65
 
 
-@dataclass(frozen=True)
-class MachineFacts:
-    """Facts about a machine that a process can read without a measurement."""
-
-    host_gib: float  # memory of the node, or of the control group of its processes
-    local_ranks: int | None = None  # tasks on each node; None: no launcher has started this process
-    nodes: int = 1
-    gpu: str | None = None  # torch's name of the GPU
-    gpu_gib: float = 0.0
-    gpus: int = 0  # on the node, as far as this process sees them
-    cores: int = 1  # cores of the node
-    vectors: str | None = None  # key of _CORE_TFLOPS
-
-
 def gpu_model(name: str) -> GpuModel | None:
     """Return the rates of the GPU that torch calls ``name``; None for a part of a GPU (MIG) and for unknown GPUs."""
     key = _known_gpu(name)
     return _GPUS[key] if key else None
+
+
+def peak_flops(device: "torch.device") -> float | None:
+    """Return the dense bf16 peak of ``device`` in FLOP/s, or None if it is unknown."""
+    import torch
+
+    model = gpu_model(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return model.peak_tflops * 1e12 if model and model.peak_tflops else None
 
 
 def _known_gpu(name: str) -> str | None:
@@ -231,68 +218,6 @@ def _two_digits(value: float) -> float:
     """Round down to two digits: the memories of equal nodes differ by less."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 1)
     return round(math.floor(value / unit + 1e-9) * unit, 9)
-
-
-def read_facts(environment: Mapping[str, str] = os.environ) -> MachineFacts:
-    """Return the facts about this machine. Imports torch only where a driver of a GPU is loaded."""
-    local_ranks, nodes = ranks_and_nodes(environment)
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *control_group_limits()]
-    facts = MachineFacts(min(limits) / 2**30, local_ranks, nodes, **read_cpu())
-    if any(map(os.path.exists, _GPU_DRIVERS)) and "" not in map(environment.get, _VISIBLE_GPUS):
-        import torch
-
-        if torch.cuda.is_available():
-            device = torch.cuda.get_device_properties(0)
-            gpu_gib, gpus = device.total_memory / 2**30, torch.cuda.device_count()
-            return replace(facts, gpu=device.name, gpu_gib=gpu_gib, gpus=gpus)
-    return facts
-
-
-def read_cpu(path: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
-    """Return the physical cores of the node and their widest vectors, as fields of MachineFacts."""
-    text = path.read_text() if path.exists() else ""
-    counts = {key: int(n) for key, n in re.findall(r"^(siblings|cpu cores)\s*: (\d+)$", text, re.MULTILINE)}
-    threads = counts.get("siblings", 1) // counts.get("cpu cores", 1) or 1  # threads of a core
-    flags = set((re.findall(r"^flags\s*: (.*)$", text, re.MULTILINE) or [""])[0].split())
-    return {
-        "cores": max(1, (os.cpu_count() or 1) // threads),
-        "vectors": next((name for name in _CORE_TFLOPS if name in flags), None),
-    }
-
-
-def ranks_and_nodes(environment: Mapping[str, str]) -> tuple[int | None, int]:
-    """Return tasks per node (None without a launcher) and nodes, from the variables of the launcher or of a Slurm job.
-
-    If the nodes of a Slurm job have different numbers of tasks, the first node's number is returned.
-    """
-    launcher = innermost(environment)
-    if launcher and launcher.program != "srun":
-        local = launcher.local_world_size(environment)
-        return local, -(-launcher.world_size(environment) // local)
-    for prefix in ("SLURM_STEP_", "SLURM_"):
-        if tasks := environment.get(f"{prefix}TASKS_PER_NODE"):  # 4(x2),3 means 4, 4, 3
-            own = f"{prefix}NUM_NODES"
-            nodes = number(environment, own if environment.get(own) else "SLURM_JOB_NUM_NODES", 1, at_least=1)
-            return tasks_on_node(tasks, 0, f"{prefix}TASKS_PER_NODE"), nodes
-    return None, 1
-
-
-def control_group_limits(root: Path = _CONTROL_GROUPS, own: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """Return the memory limits in bytes of this process's control groups (version 1 or 2) and of their ancestors."""
-    if sys.platform != "linux" or not own.exists():
-        return []
-    limits = []
-    for line in own.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        base, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
-        group = base / path.lstrip("/")
-        for directory in (group, *group.parents):
-            file = directory / name
-            if directory.is_relative_to(base) and file.is_file() and (text := file.read_text().strip()).isdigit():
-                limits.append(int(text))
-    return [limit for limit in limits if limit < _UNLIMITED_BYTES]
 
 
 @cache

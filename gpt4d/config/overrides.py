@@ -3,8 +3,8 @@
 import re
 from collections.abc import Collection, Sequence
 
-from gpt4d.config.fields import ConfigError
 from gpt4d.config.keys import groups, key_types, known_keys, meant_key, unknown_key
+from gpt4d.runtime.errors import ConfigError
 
 _HYDRA_FLAGS = {
     "--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun",

@@ -6,9 +6,9 @@ from typing import Any
 
 from gpt4d.config.batch_ramp import batch_sizes, ramp_text
 from gpt4d.config.checks import share_multiple, split_samples
-from gpt4d.config.fields import ConfigError
 from gpt4d.config.schema import Config, GridSizes, ParallelConfig, TrainConfig
 from gpt4d.config.values import divisors, shortened
+from gpt4d.runtime.errors import ConfigError
 
 SPLIT_BACKWARDS = ("eager_1f1b_w", "zb_h1")  # schedules that separate gradients of inputs from gradients of weights
 DEFAULT_SCHEDULE = "eager_1f1b"

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from gpt4d.config import conditions as when
-from gpt4d.config.fields import COUNT, FRACTION, LARGEST_DEVICES, SIZE, Effect, derived, setting
+from gpt4d.config.fields import COUNT, FRACTION, SIZE, Effect, derived, setting
 from gpt4d.config.trainer_profiles import PROFILES
+from gpt4d.runtime.launchers import LARGEST_DEVICES
 
 # Interpolations, which OmegaConf resolves.
 _MODEL_VOCABULARY: Any = "${oc.select:model.vocab_size,null}"
@@ -99,8 +100,8 @@ class DataConfig:
         read_if=when.from_conversations, effect=Effect.NONE)
     validation_fraction: float = setting(0.05, "held-out fraction of documents or images, chosen by hash", **FRACTION,
         read_if=when.before_splitting)
-    validation: Any = setting(None, "text: additional validation sets, token directories, prefixes of Megatron's files or "
-        "globs of files: {books: tokens/books, code: '*.py'}",
+    validation: Any = setting(None, "text: additional validation sets, token directories, prefixes of Megatron's files "
+        "or globs of files: {books: tokens/books, code: '*.py'}",
         read_if=(when.on_text, when.validated, when.with_tokenizer), effect=Effect.NONE)
     stream: bool = setting(False, "text: tokenize while training, without token files; needs data.tokenizer",
         read_if=(when.on_text, when.before_tokens, when.before_packing), effect=Effect.RESULTS)

@@ -6,10 +6,10 @@ Every run reads the settings without a condition, or may name them (``data.cache
 from typing import Any
 
 from gpt4d.config.composing import CONFIG_DIR, preset
-from gpt4d.config.fields import ConfigError
 from gpt4d.config.keys import known_keys, stated
 from gpt4d.config.schema import Config
 from gpt4d.config.values import command_text, value_of
+from gpt4d.runtime.errors import ConfigError
 
 
 def unused_keys(config: Config) -> dict[str, str]:

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gpt4d.config.fields import LARGEST, ConfigError, Limits
+from gpt4d.config.fields import LARGEST, Limits
+from gpt4d.runtime.errors import ConfigError
 
 
 def check_at_least(key: str, value: float | None, least: float, most: float = LARGEST) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gpt4d import activity
 from gpt4d.config import DataConfig
-from gpt4d.files import sync
-from gpt4d.writing import file_error, warn
+from gpt4d.runtime import activity
+from gpt4d.runtime.files import sync
+from gpt4d.runtime.writing import file_error, warn
 
 
 def in_cache(config: DataConfig, identity: str) -> Path:

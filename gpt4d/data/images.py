@@ -16,14 +16,14 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt4d import activity
 from gpt4d.config import HEADER, ConfigError, DataConfig
 from gpt4d.data import image_sources
 from gpt4d.data.directory import in_cache, write_once
 from gpt4d.data.parts import SPLITS
 from gpt4d.data.sampler import Order, random_bits
 from gpt4d.data.sources import is_held_out
-from gpt4d.files import sync, write_file
+from gpt4d.runtime import activity
+from gpt4d.runtime.files import sync, write_file
 
 FORMAT = 1
 _REPORT_INTERVAL_S = 2.0

@@ -18,14 +18,14 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt4d import activity
 from gpt4d.config import HEADER, ConfigError, DataConfig
 from gpt4d.data import parts, sources, tokenizers
 from gpt4d.data.corpus_files import CorpusFile
 from gpt4d.data.directory import in_cache, write_once
 from gpt4d.data.megatron_index import Index, index_file, tokens_file
 from gpt4d.data.tokens import ALL, TokenFiles, Tokens
-from gpt4d.files import sync, write_file
+from gpt4d.runtime import activity
+from gpt4d.runtime.files import sync, write_file
 
 FORMAT = 1
 _BLOCK_TOKENS = 1 << 24  # read at a time, so that progress is visible

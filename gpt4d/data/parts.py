@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from gpt4d.config import ConfigError
-from gpt4d.files import FileEntry, NewFile, checksum, counts
+from gpt4d.runtime.files import FileEntry, NewFile, checksum, counts
 
 SPLITS = ("train", "validation")
 

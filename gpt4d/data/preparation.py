@@ -28,8 +28,8 @@ from gpt4d.data.conversations import Unread
 from gpt4d.data.documents import Document
 from gpt4d.data.encoding import Encoded, Encoding
 from gpt4d.data.tokens import TokenFiles
-from gpt4d.files import counts, sync, write_file
-from gpt4d.writing import warn
+from gpt4d.runtime.files import counts, sync, write_file
+from gpt4d.runtime.writing import warn
 
 PROGRESS = "progress.json"
 PART_TOKENS = 1 << 26  # training tokens per part, the maximum that an interruption loses

@@ -16,7 +16,6 @@ from typing import cast
 
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from gpt4d import activity
 from gpt4d.config import (
     HEADER,
     PREPARED,
@@ -30,6 +29,7 @@ from gpt4d.config import (
     is_megatron,
     unused_keys,
 )
+from gpt4d.config.commands import one_line_errors
 from gpt4d.data import parts
 from gpt4d.data.checks import check_data
 from gpt4d.data.completion import complete
@@ -39,7 +39,7 @@ from gpt4d.data.preparation import PROGRESS, Preparation, identity_of
 from gpt4d.data.sampler import integer_shares
 from gpt4d.data.tokens import TokenFiles
 from gpt4d.model import registry  # noqa: F401 – registers the settings of the model families for compose
-from gpt4d.runtime.errors import one_line_errors
+from gpt4d.runtime import activity
 
 
 @dataclass(frozen=True)

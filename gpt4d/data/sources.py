@@ -15,8 +15,8 @@ from gpt4d.config import ConfigError, DataConfig, is_remote
 from gpt4d.data import hub
 from gpt4d.data.corpus_files import CorpusFile
 from gpt4d.data.remote_files import report_slow
-from gpt4d.files import checksum
 from gpt4d.runtime.errors import one_line
+from gpt4d.runtime.files import checksum
 
 COMPARED_BYTES = 1 << 30  # read from a corpus at each start to identify it: one to a few seconds
 _BLOCKS = 16

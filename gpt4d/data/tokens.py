@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 
 from gpt4d.config import HEADER, ConfigError
 from gpt4d.data import parts, tokenizers
-from gpt4d.files import FileEntry, counts
 from gpt4d.runtime.errors import RankError
+from gpt4d.runtime.files import FileEntry, counts
 
 FORMAT = 4
 ALL = "all"  # a split that consists of the training split and, after it, the validation split

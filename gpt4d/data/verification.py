@@ -8,9 +8,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from gpt4d.data import parts
-from gpt4d.files import FileEntry, read_regular
 from gpt4d.runtime.consensus import all_gather_json, run_on_all_ranks, run_on_rank0
-from gpt4d.writing import replace_file, required_file
+from gpt4d.runtime.files import FileEntry, read_regular
+from gpt4d.runtime.writing import replace_file, required_file
 
 FILE = "verified.json"
 _NAME = "verifying token files"

@@ -14,10 +14,10 @@ from gpt4d.data import tokenizers, transformers_tokenizer
 from gpt4d.evaluation import results as of_tasks
 from gpt4d.evaluation.shared_model import SharedModel
 from gpt4d.evaluation.tasks import Result, Tasks, named_as_in_training
-from gpt4d.metrics import NullLogger, RunLogger
 from gpt4d.parallel.pipeline.runtime import StageRuntime
 from gpt4d.parallel.stage import Stage
 from gpt4d.plan import ParallelPlan
+from gpt4d.runs.logger import NullLogger, RunLogger
 from gpt4d.runtime.consensus import run_on_rank0
 from gpt4d.task.task import Task
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class TrainingEvaluation:
     """Evaluates the model that is being trained on ``evaluate.tasks``, without an effect on the training.
 
-    Rank 0 loads the tasks and their data once. As in ``gpt4d.evaluate``, attention is not limited to documents.
+    Rank 0 loads the tasks and their data once. As in ``gpt4d evaluate``, attention is not limited to documents.
 
     Args:
         plan: the plan of the run.

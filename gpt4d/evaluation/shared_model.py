@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
-from gpt4d import activity
 from gpt4d.parallel.stage import Stage
+from gpt4d.runtime import activity
 from gpt4d.runtime.consensus import run_on_rank0
 from gpt4d.task.generation import continued
 from gpt4d.task.scoring import Continuation, Score, Scorer

@@ -26,7 +26,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpt4d.config import (
-    LARGEST_DEVICES,
     Config,
     ConfigError,
     GridSizes,
@@ -41,6 +40,7 @@ from gpt4d.config import (
     from_arguments,
     known_keys,
 )
+from gpt4d.config.commands import one_line_errors
 from gpt4d.config.keys import groups
 from gpt4d.data.completion import complete
 from gpt4d.model import registry
@@ -55,8 +55,8 @@ from gpt4d.planner.progress import long_search
 from gpt4d.planner.resolve import resolve
 from gpt4d.planner.search import check_open, rank
 from gpt4d.planner.topology import for_devices, usable_gib
-from gpt4d.runtime.errors import one_line_errors
-from gpt4d.writing import required_file
+from gpt4d.runtime.launchers import LARGEST_DEVICES
+from gpt4d.runtime.writing import required_file
 
 _MAX_DEVICES = 4096  # upper limit of the search for the minimum number of devices
 _OTHER_NAMES = "gpus", "devices", "num_gpus", "n_gpus", "ngpus"  # of world_size

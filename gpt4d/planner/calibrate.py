@@ -20,7 +20,6 @@ from typing import Any, cast
 import torch
 from omegaconf import MISSING, OmegaConf
 
-from gpt4d import metrics
 from gpt4d.config import (
     ClusterConfig,
     Config,
@@ -33,7 +32,8 @@ from gpt4d.config import (
     divisors,
     from_arguments,
 )
-from gpt4d.config.machine import COMMUNICATOR_GIB
+from gpt4d.config.commands import one_line_errors
+from gpt4d.config.machine import COMMUNICATOR_GIB, peak_flops
 from gpt4d.model import registry
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.parallel.comm import collectives
@@ -46,13 +46,13 @@ from gpt4d.parallel.sharded_weights import compute_dtype
 from gpt4d.planner.device import KINDS, Links, sent_bytes
 from gpt4d.planner.step import StepWalk
 from gpt4d.planner.topology import ALL_TO_ALL, RankSpan, place
+from gpt4d.runtime import gpu
 from gpt4d.runtime.consensus import all_gather_json, run_on_rank0
-from gpt4d.runtime.errors import one_line_errors
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
 from gpt4d.runtime.watchdog import Watchdog
+from gpt4d.runtime.writing import required_file
 from gpt4d.step import TrainStep, build_stage
-from gpt4d.writing import required_file
 
 MIN_MEASURED_S = 0.2  # duration of a measurement: longer than a time slice of the operating system
 ROUNDS = 3  # number of measurements per median
@@ -104,7 +104,7 @@ def _read_system(launch: Launch, device: torch.device) -> ClusterConfig:
     cluster = ClusterConfig(device=device.type, levels=[*outside, node])
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        peak = metrics.peak_flops(device)
+        peak = peak_flops(device)
         return replace(
             cluster,
             memory_gib=total / 2**30,
@@ -113,7 +113,7 @@ def _read_system(launch: Launch, device: torch.device) -> ClusterConfig:
             peak_tflops=peak and peak / 1e12,
         )
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    reserved = metrics.peak_memory_gib(device)
+    reserved = gpu.peak_memory_gib(device)
     return replace(cluster, memory_gib=total / 2**30 / launch.local_world_size, reserved_gib=reserved)
 
 

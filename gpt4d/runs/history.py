@@ -5,7 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from gpt4d.files import has_types, json_lines, read_regular
+from gpt4d.runtime.files import has_types, json_lines, read_regular
 
 _ENDINGS = ("done", "signal", "failed")
 

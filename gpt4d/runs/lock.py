@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from gpt4d import activity
 from gpt4d.config import ConfigError
-from gpt4d.config.launchers import number
-from gpt4d.files import open_regular
-from gpt4d.writing import warn
+from gpt4d.runtime import activity
+from gpt4d.runtime.files import open_regular
+from gpt4d.runtime.launchers import number
+from gpt4d.runtime.writing import warn
 
 RUN_LOCK, SWEEP_LOCK = "lock", "sweep.lock"
 # A file server releases the locks of a node that has crashed after its lease, which is about 90 s.

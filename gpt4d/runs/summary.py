@@ -9,11 +9,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from gpt4d import starts
 from gpt4d.config import Change, ConfigError, Effect, effect_of, flattened
-from gpt4d.runs import lock
+from gpt4d.runs import lock, starts
 from gpt4d.runs.history import History, Point
-from gpt4d.writing import required_file
+from gpt4d.runtime.writing import required_file
 
 _NOT_RUNS = {"checkpoints", "configs", "traces", "hang"}  # directories inside a run
 _RECENT_S = 120.0

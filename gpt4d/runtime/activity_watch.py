@@ -6,7 +6,7 @@ import time
 import traceback
 from pathlib import Path
 
-from gpt4d.activity import Activity, Track
+from gpt4d.runtime.activity import Activity, Track
 
 MIN_LIMIT_S = 10.0  # replaces parallel.timeout_s if that is shorter: file systems may be slow for some seconds
 _BUSY = 0.001  # minimum CPU share of a working thread; a thread that uses a slow disk exceeds it

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import MutableMapping
 from pathlib import Path
 
-from gpt4d.config import NodeError
+from gpt4d.runtime.errors import NodeError
 
 # Subdirectory of each variable. MIOpen's caches contain SQLite files, which break on a shared file system.
 _CACHES = {

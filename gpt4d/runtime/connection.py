@@ -15,8 +15,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from gpt4d.config import ConfigError, NodeError
-from gpt4d.runtime.errors import PortTaken
+from gpt4d.runtime.errors import ConfigError, NodeError, PortTaken
 from gpt4d.runtime.identity import VARIABLE, start_name
 from gpt4d.runtime.job_store import JobStore
 from gpt4d.runtime.launch import Launch

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from gpt4d.activity import MAIN
-from gpt4d.config import ConfigError
+from gpt4d.runtime.activity import MAIN
+from gpt4d.runtime.errors import ConfigError
 
 T = TypeVar("T")
 KEEPALIVE_S = 60.0

@@ -1,21 +1,32 @@
-"""Display of errors: a user's mistake as one line with exit code 1, a bug with its traceback."""
+"""Errors of users and of single ranks, which every command reports in one line (``gpt4d.config.commands``)."""
 
-import errno
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from gpt4d.config import ConfigError, NodeError, printable, to_config_error
-from gpt4d.runtime.launch import Launch, print_error
-from gpt4d.runtime.output import allow_lost_output
 from gpt4d.runtime.signals import EXIT_CODE
 
-# Errors of paths: no permission, too long a name, an unavailable or damaged file system.
-_OF_PATHS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ESTALE, errno.ENOTCONN, errno.EIO)
-_INTERRUPTED = 130  # exit code of a command that Ctrl-C has ended
-PRINT_GRACE_S = 30.0  # for rank 0 to find the same error
-_SHORT_GRACE_S = 1.0  # for rank 0 to print an error that it has found
+
+def printable(text: str) -> str:
+    """Return a text with escape sequences for newlines, tabs, ESC and all other characters that do not print."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+class ConfigError(ValueError):
+    """Error of a user, in one line: key, value, problem and remedy. All ranks usually raise it together.
+
+    ``problems``: usually one line. Names that come from files are in it, so it is made ``printable``.
+
+    Attributes:
+        all_ranks_raised: whether all ranks of the job are known to have raised it, so that no rank waits for another.
+        exit_code: exit code of the command that it ends.
+    """
+
+    all_ranks_raised = False
+    exit_code = 1
+
+    def __init__(self, *problems: str):
+        super().__init__("\nerror: ".join(map(printable, problems)))
+
+
+class NodeError(ConfigError):
+    """ConfigError that only the ranks of some nodes raise."""
 
 
 class PortTaken(ConfigError):
@@ -50,38 +61,3 @@ class OutOfMemory(RankError):
 def one_line(error: object) -> str:
     """Return a library's error, or a text, as one line of limited length; the type of an error without a message."""
     return printable(" ".join(str(error).split())[:300]) or type(error).__name__
-
-
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Print a ConfigError (errors of Hydra, OmegaConf and paths included) as one line, and exit with its code.
-
-    Usually all ranks raise the same error and rank 0 prints it. All other ranks wait before they exit, because a
-    launcher ends all processes as soon as one fails, and rank 0 may be slower. After that wait, the first rank of every
-    other node also prints the error, since its cause may exist on that node only (a missing file). This rank prints a
-    NodeError, which only ranks of its own node can raise, immediately.
-
-    Every command runs inside this context. Its output may be lost without an error, and Ctrl-C ends it with one line.
-    """
-    allow_lost_output()
-    try:
-        yield
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
-        sys.exit(_INTERRUPTED)
-    except RankError as raised:  # the error of a single rank; with several ranks, the rendezvous reports it
-        print_error(str(raised))
-        sys.exit(raised.exit_code)
-    except Exception as raised:
-        error = to_config_error(raised)
-        if isinstance(raised, OSError) and raised.errno in _OF_PATHS and raised.filename:
-            error = ConfigError(f"{raised.filename}: {raised.strerror}; use a path that this user may access")
-        if not isinstance(error, ConfigError):
-            raise
-        launch = Launch.for_errors()
-        # The launcher of a sweep's job is the sweep, which does not end other ranks.
-        if not launch.sweep_job and (launch.local_rank or (launch.rank and not isinstance(error, NodeError))):
-            time.sleep(_SHORT_GRACE_S if error.all_ranks_raised else PRINT_GRACE_S)
-        if not launch.local_rank:
-            print_error(str(error))
-        sys.exit(error.exit_code)

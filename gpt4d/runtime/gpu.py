@@ -9,8 +9,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpt4d.config import ConfigError
-from gpt4d.config.machine import AMD_DRIVER
+from gpt4d.runtime.errors import ConfigError
+from gpt4d.runtime.machine import AMD_DRIVER
 
 if TYPE_CHECKING:
     import torch
@@ -105,3 +105,24 @@ def select(device: torch.device) -> None:
         import torch
 
         torch.cuda.set_device(device)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Return the peak memory of this process in GiB, on its GPU or, without a GPU, on the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def used_memory_gib(device: torch.device) -> float | None:
+    """Return the current memory of this process in GiB, on GPU or host; None if the system does not report it."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device) / 2**30
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except FileNotFoundError:  # not Linux
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**30

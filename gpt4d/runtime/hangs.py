@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol, cast
 import torch.distributed as dist
 from torch import nn
 
-from gpt4d.activity import MAIN, SAVE
 from gpt4d.runtime import activity_watch
+from gpt4d.runtime.activity import MAIN, SAVE
 from gpt4d.runtime.activity_watch import ActivityWatch
 from gpt4d.runtime.deadline_store import DeadlineStore
 

@@ -6,8 +6,8 @@ import secrets
 import time
 from pathlib import Path
 
-from gpt4d.config import ConfigError
-from gpt4d.files import open_regular
+from gpt4d.runtime.errors import ConfigError
+from gpt4d.runtime.files import open_regular
 from gpt4d.runtime.launch import Launch
 
 VARIABLE = "GPT4D_SECRET"

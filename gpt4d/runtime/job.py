@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gpt4d.config import ConfigError, NodeError
 from gpt4d.runtime import compile_cache, gpu
+from gpt4d.runtime.errors import ConfigError, NodeError
 from gpt4d.runtime.launch import Launch, select_device
 from gpt4d.runtime.rendezvous import Rendezvous
 from gpt4d.runtime.watchdog import Watchdog

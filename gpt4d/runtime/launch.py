@@ -10,9 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpt4d.config import ConfigError, NodeError
-from gpt4d.config.launchers import innermost, number
-from gpt4d.files import open_regular
+from gpt4d.runtime.errors import ConfigError, NodeError
+from gpt4d.runtime.files import open_regular
+from gpt4d.runtime.launchers import innermost, number
 
 if TYPE_CHECKING:
     import torch

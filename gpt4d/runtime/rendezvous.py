@@ -14,11 +14,10 @@ from pathlib import Path
 
 import torch
 
-from gpt4d.activity import MAIN
-from gpt4d.config import ConfigError
+from gpt4d.runtime.activity import MAIN
 from gpt4d.runtime.connection import Connector
 from gpt4d.runtime.deadline_store import StoreLost
-from gpt4d.runtime.errors import RankError
+from gpt4d.runtime.errors import ConfigError, RankError
 from gpt4d.runtime.identity import job_key
 from gpt4d.runtime.job_store import JobStore
 from gpt4d.runtime.launch import Launch, print_error

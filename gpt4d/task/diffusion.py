@@ -14,12 +14,12 @@ from gpt4d.data.loader import Source
 from gpt4d.model.parts import Part
 from gpt4d.parallel.stage import Stage
 from gpt4d.runtime.consensus import run_on_all_ranks, run_on_rank0
+from gpt4d.runtime.writing import optional_file, required_file
 from gpt4d.task.diffusion_process import DiffusionProcess
 from gpt4d.task.image_generation import generated_images, save_images
 from gpt4d.task.patch_statistics import frechet_distance, patch_statistics
 from gpt4d.task.reading import ReadingTask
 from gpt4d.task.task import Artifact, GenerateConfig
-from gpt4d.writing import optional_file, required_file
 
 _COMPARED = 10_000  # maximum number of real images in a Fréchet distance
 

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gpt4d import activity
 from gpt4d.config import PREPARED, BlendStage, Config, ConfigError, blend_paths, blend_stages, samples_of_run
 from gpt4d.data import documents, tokenizers, transformers_tokenizer, verification
 from gpt4d.data.batch import Batch, Counts
@@ -35,12 +34,13 @@ from gpt4d.model.parts import Part
 from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.sequence import own_segments
 from gpt4d.parallel.stage import Stage
+from gpt4d.runtime import activity
 from gpt4d.runtime.consensus import run_on_all_ranks, run_on_rank0
+from gpt4d.runtime.writing import warn
 from gpt4d.task.generation import continuations, continued, prompt_lines
 from gpt4d.task.reading import ReadingTask
 from gpt4d.task.source_losses import SourceLosses
 from gpt4d.task.task import Artifact, GenerateConfig, Sampling
-from gpt4d.writing import warn
 
 _PROMPT_OF_SPEECHES = "My fellow citizens,"
 _PROMPT_TOKENS = 16

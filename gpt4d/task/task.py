@@ -50,7 +50,7 @@ class Sampling:
 
 @dataclass
 class GenerateConfig(Sampling, InferenceConfig):
-    """Settings of ``gpt4d.generate``; each task uses its own."""
+    """Settings of ``gpt4d generate``; each task uses its own."""
 
     prompt: str | None = setting(None, "text to continue")
     prompts: str | None = setting(None, "or a file of texts to continue together, one a line")

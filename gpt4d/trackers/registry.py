@@ -8,16 +8,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from gpt4d import activity
 from gpt4d.config import Config, ConfigError
-from gpt4d.files import read_regular
+from gpt4d.runtime import activity
+from gpt4d.runtime.files import read_regular
+from gpt4d.runtime.writing import replace_file, required_file
 from gpt4d.trackers.mlflow import MlflowTracker
 from gpt4d.trackers.run_trackers import RunTrackers
 from gpt4d.trackers.tensorboard import TensorBoardTracker
 from gpt4d.trackers.tracker import Tracker
 from gpt4d.trackers.trackio import TrackioTracker
 from gpt4d.trackers.wandb import WandbTracker
-from gpt4d.writing import replace_file, required_file
 
 
 class _Entry(NamedTuple):

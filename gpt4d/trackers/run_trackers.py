@@ -8,10 +8,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from gpt4d import activity
 from gpt4d.config import flattened
+from gpt4d.runtime import activity
+from gpt4d.runtime.writing import warn
 from gpt4d.trackers.tracker import Tracker
-from gpt4d.writing import warn
 
 _NOT_IN_TAGS = re.compile(r"[^-/\w.]")  # characters that TensorBoard replaces, and MLflow partly rejects
 _SEPARATOR = re.compile(r"\.*/[./]*")  # MLflow rejects a//b and a/../b

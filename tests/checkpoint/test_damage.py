@@ -15,7 +15,7 @@ from gpt4d.checkpoint import checkpoint_dir, storage
 from gpt4d.checkpoint.__main__ import main
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint, Damaged
 from gpt4d.config import ConfigError, GridSizes
-from gpt4d.files import FileEntry, write_file
+from gpt4d.runtime.files import FileEntry, write_file
 from tests.support.checkpoints import names, save_state
 from tests.support.faults import losses
 from tests.support.grids import full, train_in_rank

@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 import gpt4d
-from gpt4d import starts
 from gpt4d.checkpoint import exporter, finetuning, storage
 from gpt4d.checkpoint.__main__ import main
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import ConfigError, GridSizes
+from gpt4d.runs import starts
 from tests.support.checkpoint_sources import change_config
 from tests.support.checkpoints import tensors_of
 from tests.support.commands import wrong_messages

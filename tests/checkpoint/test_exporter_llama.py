@@ -7,14 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gpt4d import generate
 from gpt4d.checkpoint import checkpoint_dir, exporter, importer
 from gpt4d.checkpoint.__main__ import main
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import ConfigError, tokenizer_file
-from gpt4d.files import write_file
+from gpt4d.inference import generate
 from gpt4d.model.llama import hugging_face as hf
 from gpt4d.model.llama.config import LlamaConfig
+from gpt4d.runtime.files import write_file
 from tests.support.checkpoint_sources import (
     GEMMA3,
     LLAMA3,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from gpt4d.checkpoint import checkpoint_dir, saving, storage, writer
 from gpt4d.checkpoint.host_memory import HostMemory
 from gpt4d.config import CheckpointConfig, ConfigError, GridSizes
-from gpt4d.trainer import Trainer
+from gpt4d.training.trainer import Trainer
 from gpt4d.validation import validate
 from tests.support.checkpoints import DOCUMENTS, MODEL, build, meta, names, save_state
 from tests.support.grids import build_model, train_in_rank

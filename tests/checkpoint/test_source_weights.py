@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from gpt4d.checkpoint import importer
 from gpt4d.checkpoint.__main__ import main
 from gpt4d.config import ConfigError
-from gpt4d.runtime.errors import one_line, one_line_errors
+from gpt4d.config.commands import one_line_errors
+from gpt4d.runtime.errors import one_line
 from tests.support.checkpoint_sources import MODEL, change_config, save
 
 QUERY = "model.layers.0.self_attn.q_proj.weight"

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from gpt4d.config import batch_size_at
 from gpt4d.data.sampler import Sequences
 from gpt4d.data.tokens import TokenFiles
-from gpt4d.trainer import Trainer
+from gpt4d.training.trainer import Trainer
 from gpt4d.validation import validate
 from tests.support.data_files import blend, blend_of, documents_of, one_line, write
 from tests.support.grids import full, metric_lines, train_in_rank

@@ -14,7 +14,7 @@ from gpt4d.data.megatron import megatron_files
 from gpt4d.data.megatron_index import Index
 from gpt4d.data.sampler import DocumentSequences, Sequences
 from gpt4d.data.sources import is_held_out
-from gpt4d.dry_run import report
+from gpt4d.training.dry_run import report
 from gpt4d.validation import validate
 from tests.support.chat import write_tokenizer
 from tests.support.data_files import END, blend_of, documents_of, one_line, random_documents, write

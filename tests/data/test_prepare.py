@@ -222,7 +222,7 @@ import itertools, sys
 from pathlib import Path
 from gpt4d.data import encoding
 from gpt4d.data.documents import Document
-from gpt4d.runtime.errors import one_line_errors
+from gpt4d.config.commands import one_line_errors
 if __name__ == "__main__":
     with one_line_errors():
         documents = (Document("alpha beta " * 20_000, "here") for _ in itertools.count())

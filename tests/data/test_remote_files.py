@@ -18,13 +18,14 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from gpt4d import dry_run
 from gpt4d.config import DataConfig
+from gpt4d.config.commands import one_line_errors
 from gpt4d.data import corpus_files, prepare, remote_files, sources
 from gpt4d.data.checks import check_data
 from gpt4d.data.documents import documents, identity, size
-from gpt4d.runtime.errors import Unavailable, one_line_errors
+from gpt4d.runtime.errors import Unavailable
 from gpt4d.task.reading import ReadingTask
+from gpt4d.training import dry_run
 from gpt4d.validation import validate
 from tests.support.data_files import one_line
 from tests.support.grids import full, metric_lines, train_in_rank

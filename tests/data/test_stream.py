@@ -172,7 +172,7 @@ def test_a_stopped_run_continues_on_other_grids_with_the_samples_of_a_straight_r
 
 def kill_in_a_step(step, calls, rank):
     """Read small blocks. Kill rank 0 in or after ``step``, at the given number of function calls of its main thread."""
-    from gpt4d.trainer import Trainer
+    from gpt4d.training.trainer import Trainer
 
     stream.BLOCK = 24
     original, remaining = Trainer.step, itertools.count(calls, -1)

@@ -20,7 +20,7 @@ def in_rank(config):
 
     The losses: as configured, summed over the documents one by one, and with attention across documents.
     """
-    from gpt4d.trainer import Trainer
+    from gpt4d.training.trainer import Trainer
 
     trainer = Trainer(validate(config, dist.get_world_size()), torch.device("cpu"))
     task, module = trainer.task, trainer.stage.module

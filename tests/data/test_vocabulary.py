@@ -13,8 +13,8 @@ from gpt4d.checkpoint.exporter import export
 from gpt4d.config import ConfigError, compose
 from gpt4d.data import prepare
 from gpt4d.data.completion import completion
-from gpt4d.dry_run import report
 from gpt4d.planner import __main__ as planner
+from gpt4d.training.dry_run import report
 from gpt4d.validation import validate
 from tests.support.data_files import random_documents, write
 from tests.support.grids import train_in_rank

@@ -14,7 +14,7 @@ from gpt4d.config import ConfigError
 from gpt4d.evaluation import during_training, results
 from gpt4d.evaluation.harness import Harness
 from gpt4d.evaluation.tasks import Tasks
-from gpt4d.trainer import Trainer
+from gpt4d.training.trainer import Trainer
 from gpt4d.validation import validate
 from tests.evaluation.offline_tasks import write_tasks
 from tests.support.data_files import one_line
@@ -36,7 +36,7 @@ PLANS = [
 
 
 def results_of(checkpoint, names, limit):
-    """Return the results of a checkpoint on one rank, as gpt4d.evaluate computes them."""
+    """Return the results of a checkpoint on one rank, as gpt4d evaluate computes them."""
     with shared_model(checkpoint, batch_size=2) as model:
         return results.values(model.run(lambda: Tasks(names, limit).evaluate(model, errors=False)))
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gpt4d.metrics import without_nan
+from gpt4d.runs.logger import without_nan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PART_S = 480  # limit of a part

@@ -14,7 +14,7 @@ from gpt4d.checkpoint.run import RunCheckpoints
 from gpt4d.data.tokenizers import END_OF_TEXT
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
-from gpt4d.trainer import Trainer
+from gpt4d.training.trainer import Trainer
 from gpt4d.validation import validate
 from tests.gpu import compiling
 from tests.gpu.check import Check, Unavailable

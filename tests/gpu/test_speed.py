@@ -35,7 +35,7 @@ from gpt4d.planner import calibrate
 from gpt4d.planner.estimate import Estimate
 from gpt4d.planner.resolve import resolve
 from gpt4d.step import TrainStep, build_stage
-from gpt4d.trainer import Trainer
+from gpt4d.training.trainer import Trainer
 from gpt4d.validation import validate
 from tests.gpu import compiling, runs
 from tests.gpu.check import Check, Unavailable

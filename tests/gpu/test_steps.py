@@ -11,7 +11,7 @@ import torch
 
 from gpt4d.parallel import compile
 from gpt4d.parallel.layers import float8
-from gpt4d.trainer import Trainer
+from gpt4d.training.trainer import Trainer
 from tests.gpu import compiling, runs
 from tests.gpu.check import Check, largest_difference
 from tests.gpu.processes import in_process

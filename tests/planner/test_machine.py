@@ -5,12 +5,13 @@ import torch
 
 from gpt4d.config import LevelConfig, machine
 from gpt4d.config.cluster import check_cluster
-from gpt4d.config.machine import MachineFacts, describe, ranks_and_nodes
-from gpt4d.measuring import summary
+from gpt4d.config.machine import describe
 from gpt4d.parallel.grid import Grid
 from gpt4d.planner.topology import for_devices, node_size
 from gpt4d.planner.workload import compute_bytes
+from gpt4d.runtime.machine import MachineFacts, ranks_and_nodes
 from gpt4d.step import build_stage
+from gpt4d.training.measuring import summary
 from gpt4d.validation import validate
 from tests.support.planner_runs import ask
 from tests.support.settings import configured

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from gpt4d import activity
 from gpt4d.config import NodeError
+from gpt4d.runtime import activity
 from tests.support.faults import Fault, at_step, block, fail, kill, losses, shorten_timeouts, signal_itself
 from tests.support.grids import full, train_in_rank
 from tests.support.jobs import LaunchedJob, ended_job

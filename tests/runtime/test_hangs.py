@@ -9,9 +9,8 @@ import time
 
 import pytest
 
-from gpt4d import activity
-from gpt4d.activity import Track
-from gpt4d.runtime import activity_watch
+from gpt4d.runtime import activity, activity_watch
+from gpt4d.runtime.activity import Track
 from gpt4d.runtime.activity_watch import ActivityWatch
 from tests.support.faults import PHASES, Fault, block, replace_function, shorten_timeouts
 from tests.support.grids import full

@@ -7,10 +7,10 @@ import re
 import pytest
 
 from gpt4d.config import ConfigError
-from gpt4d.config.launchers import first_host, innermost, tasks_on_node
-from gpt4d.config.machine import ranks_and_nodes
 from gpt4d.runtime.launch import ArrayTask, Launch
-from gpt4d.sweep import job_environment
+from gpt4d.runtime.launchers import first_host, innermost, tasks_on_node
+from gpt4d.runtime.machine import ranks_and_nodes
+from gpt4d.training.sweep import job_environment
 from tests.support.commands import wrong_messages
 from tests.support.jobs import SLURM_STEP
 

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from gpt4d.out_of_memory import MemoryWatch, is_out_of_memory
+from gpt4d.training.out_of_memory import MemoryWatch, is_out_of_memory
 from gpt4d.validation import validate
 from tests.support.faults import at_step, shorten_timeouts
 from tests.support.jobs import ended_job

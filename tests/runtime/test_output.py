@@ -11,14 +11,14 @@ import pytest
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.checkpoint.importer import import_model
 from gpt4d.config import compose
+from gpt4d.config.commands import one_line_errors
 from gpt4d.run import train
-from gpt4d.runtime.errors import one_line_errors
 from tests.support.environment import REPOSITORY
 from tests.support.jobs import ended_job
 
 PROGRAM = """
 import sys
-from gpt4d.runtime.errors import one_line_errors
+from gpt4d.config.commands import one_line_errors
 with one_line_errors():
     sys.stdin.read()
     print("lost", flush=True)

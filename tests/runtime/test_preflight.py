@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from gpt4d.runtime import preflight
-from gpt4d.runtime.preflight import NodeFacts, find_difference, find_slow
+from gpt4d.training import preflight
+from gpt4d.training.preflight import NodeFacts, find_difference, find_slow
 from tests.support.grids import train_in_rank
 from tests.support.rank_pool import RankFailure
 

@@ -20,10 +20,10 @@ from torch.utils.backend_registration import _DummyBackendModule, _setup_private
 from gpt4d.parallel.comm import collectives
 from gpt4d.parallel.layers import attention_backends
 from gpt4d.parallel.resharding import messages
-from gpt4d.runtime import preflight
 from gpt4d.runtime.job import initialize
 from gpt4d.runtime.launch import Launch
 from gpt4d.runtime.watchdog import Watchdog
+from gpt4d.training import preflight
 from tests.simulated_gpu.graphs import Graph, Graphs
 from tests.simulated_gpu.memory import Memory
 from tests.simulated_gpu.operations import DEVICE, HostReads, Operations

@@ -16,7 +16,7 @@ from gpt4d.config import Config, GridSizes
 from gpt4d.parallel.grid import Grid
 from gpt4d.runtime import watchdog
 from gpt4d.runtime.hangs import HangDetector
-from gpt4d.trainer import Trainer
+from gpt4d.training.trainer import Trainer
 from gpt4d.validation import validate
 from tests.simulated_gpu import waits
 from tests.simulated_gpu.job import GPU, simulated_job

@@ -15,7 +15,7 @@ from gpt4d.checkpoint.writer import write_values
 from gpt4d.config import Config
 from gpt4d.data.sampler import Blend
 from gpt4d.model import registry
-from gpt4d.monitor import PendingMetrics
+from gpt4d.optim.monitor import PendingMetrics
 from gpt4d.parallel.layers import experts
 from gpt4d.parallel.stage import Stage
 from gpt4d.plan import ParallelPlan

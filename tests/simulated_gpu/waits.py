@@ -2,8 +2,8 @@
 
 # In a training step, and before the save of a checkpoint.
 STEP = {
-    ("gpt4d/monitor.py", "PendingMetrics.read"),  # the metrics of the previous step
-    ("gpt4d/monitor.py", "all_finite"),
+    ("gpt4d/optim/monitor.py", "PendingMetrics.read"),  # the metrics of the previous step
+    ("gpt4d/optim/monitor.py", "all_finite"),
     ("gpt4d/parallel/layers/experts.py", "rows_per_rank"),
     ("gpt4d/checkpoint/writer.py", "SavePlanner.create_local_plan"),  # the thread that writes the checkpoint
 }
@@ -14,7 +14,7 @@ FIRST = {
     ("gpt4d/parallel/layers/group_norm.py", "_index"),
     ("gpt4d/parallel/layers/heads.py", "_constant"),
     ("gpt4d/parallel/random.py", "intervals"),
-    ("gpt4d/runtime/preflight.py", "compute"),
+    ("gpt4d/training/preflight.py", "compute"),
     ("gpt4d/task/diffusion_process.py", "DiffusionProcess.__init__.<locals>.<genexpr>"),
 }
 # Between steps: validation losses, communication times of a logged step, samples, and checkpoints that are loaded.
@@ -25,6 +25,6 @@ BETWEEN_STEPS = {
     ("gpt4d/task/generation.py", "continued"),
     ("gpt4d/task/diffusion_process.py", "DiffusionProcess.__init__.<locals>.<genexpr>"),
     ("gpt4d/task/image_generation.py", "generated_images"),
-    ("gpt4d/trainer.py", "Trainer.evaluate"),
+    ("gpt4d/training/trainer.py", "Trainer.evaluate"),
 }
 SYNCHRONOUS_SAVE = {("gpt4d/checkpoint/writer.py", "write_values")}

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from gpt4d.config import ConfigError, from_arguments
-from gpt4d.runtime.errors import one_line_errors
+from gpt4d.config.commands import one_line_errors
 from tests.soak import __doc__ as description
 from tests.soak.faults import DAMAGED, LAUNCHER, STOPPED, TWICE, Fault, damage
 from tests.soak.launcher import TorchrunJob, marked

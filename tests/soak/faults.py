@@ -18,7 +18,7 @@ from tests.support.faults import at_step, shorten_timeouts
 
 # Where each phase is: a module, and a function or a method in it.
 _START = {
-    "preflight": "gpt4d.runtime.preflight:compute",
+    "preflight": "gpt4d.training.preflight:compute",
     "resume": "gpt4d.checkpoint.run:RunCheckpoints.resume",
     "load": "gpt4d.checkpoint.storage:fill",
 }
@@ -27,9 +27,9 @@ _STEP = {
     "backward": "gpt4d.parallel.pipeline.runtime:_Step._backward",
     "reduce": "gpt4d.parallel.gradient_reducer:GradientReducer.finish",
     "update": "gpt4d.optim.optimizer:Optimizer.step",
-    "measure": "gpt4d.measuring:StepMeter.measure",
+    "measure": "gpt4d.training.measuring:StepMeter.measure",
     "evaluate": "gpt4d.step:TrainStep.evaluate",
-    "next step": "gpt4d.trainer:Trainer.step",
+    "next step": "gpt4d.training.trainer:Trainer.step",
 }
 _SOME_PLANS = {
     "gather": "gpt4d.parallel.sharded_weights:ShardedWeights.gather",
@@ -45,9 +45,9 @@ _RANK_0 = {
     "begin save": "gpt4d.checkpoint.lifecycle:begin",
     "commit": "gpt4d.checkpoint.lifecycle:commit",
     "prune": "gpt4d.checkpoint.lifecycle:_remove",
-    "log": "gpt4d.writing:LineLog._open",
+    "log": "gpt4d.runtime.writing:LineLog._open",
 }
-_END = {"finish": "gpt4d.trainer:Trainer.finish", "plot": "gpt4d.trainer:plot_losses"}
+_END = {"finish": "gpt4d.training.trainer:Trainer.finish", "plot": "gpt4d.training.trainer:plot_losses"}
 _HARMLESS = ("log", "prune", "plot")  # phases in which a full disk ends no run
 _PLACES = _START | _STEP | _SOME_PLANS | _SAVE | _RANK_0 | _END
 LAUNCHER = "launcher"  # the agent of torchrun is struck, at any time

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from gpt4d.config.commands import one_line_errors
 from gpt4d.run import train
-from gpt4d.runtime.errors import one_line_errors
 from tests.soak.faults import prepare_rank
 from tests.support.settings import configured
 

@@ -12,7 +12,7 @@ from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.checkpoint.importer import import_model
 from gpt4d.data import tokenizers, transformers_tokenizer
 from gpt4d.evaluation.shared_model import SharedModel
-from gpt4d.inference import inference_plan, load_stage
+from gpt4d.inference.model import inference_plan, load_stage
 from gpt4d.task.task import InferenceConfig
 
 TEXT = "The union of the states is a government of laws, and the people of every state are its strength. "
@@ -64,7 +64,7 @@ def imported(family: str, directory: Path, first: str | None = None) -> tuple[Pa
 
 @contextmanager
 def shared_model(run: Path, batch_size: int = 3, **settings) -> Iterator[SharedModel]:
-    """Yield the model of a run or a checkpoint on this rank, as gpt4d.evaluate loads it."""
+    """Yield the model of a run or a checkpoint on this rank, as gpt4d evaluate loads it."""
     checkpoint = Checkpoint.open(run)
     plan = inference_plan(checkpoint.meta.model, InferenceConfig(str(run), **settings), dist.get_world_size())
     stage = load_stage(checkpoint, plan, dist.get_rank(), torch.device("cpu"), ranks_per_host=1)

@@ -23,13 +23,13 @@ PHASES = {
         "trainer.py",
         "(reporting the end of the run|closing the log)",
     ),
-    "preflight": ("gpt4d.runtime.preflight", "code_hash", "preflight.py", "comparing the environments of the ranks"),
+    "preflight": ("gpt4d.training.preflight", "code_hash", "preflight.py", "comparing the environments of the ranks"),
 }
 
 
 def at_step(step: int, act: Callable[..., object]) -> None:
     """Call ``act(profile)`` at the start of ``step``. The profile has the rank's ``stage``."""
-    from gpt4d.profiling import Profile
+    from gpt4d.training.profiling import Profile
 
     original = Profile.step
 

@@ -155,7 +155,7 @@ def train_in_rank(config: Config) -> None:
     """Run a complete training run, as train.py does, in the process group of the pool."""
     import torch.distributed as dist
 
-    from gpt4d.trainer import Trainer
+    from gpt4d.training.trainer import Trainer
 
     Trainer(validate(config, dist.get_world_size()), torch.device("cpu")).run()
 

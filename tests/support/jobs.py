@@ -115,8 +115,8 @@ def _train(config: Config, environment: dict[str, str], log: Path, prepare) -> N
     os.environ.update(environment, OMP_NUM_THREADS="1")
     import torch
 
+    from gpt4d.config.commands import one_line_errors
     from gpt4d.run import train
-    from gpt4d.runtime.errors import one_line_errors
 
     torch.set_num_threads(1)
     if prepare:

@@ -5,9 +5,9 @@ import io
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 
+from gpt4d.config.commands import one_line_errors
 from gpt4d.planner import __main__ as planner
 from gpt4d.planner import search
-from gpt4d.runtime.errors import one_line_errors
 from tests.support.settings import configured
 
 

@@ -30,7 +30,7 @@ _PRELOAD = [
     "gpt4d.planner.calibrate",
     "gpt4d.run",
     "gpt4d.task.language",
-    "gpt4d.trainer",
+    "gpt4d.training.trainer",
     "tests.support.stages",
 ]
 

@@ -17,7 +17,7 @@ from gpt4d.data import sampler
 from gpt4d.data.prepare import corpus as prepared
 from gpt4d.optim.schedule import learning_rate
 from gpt4d.step import TrainStep
-from gpt4d.trainer import Trainer
+from gpt4d.training.trainer import Trainer
 from gpt4d.validation import validate
 from tests.support.grids import metric_lines
 

@@ -242,7 +242,7 @@ def test_cuda_graphs_are_rejected_for_conversations(ranks, overrides, tiny):
 
 
 def summary_and_sample(config):
-    from gpt4d.trainer import Trainer
+    from gpt4d.training.trainer import Trainer
     from gpt4d.validation import validate
 
     trainer = Trainer(validate(config, 1), torch.device("cpu"))

@@ -8,11 +8,11 @@ from functools import partial
 
 import pytest
 
-from gpt4d.chat import ids_of
 from gpt4d.checkpoint import exporter
 from gpt4d.checkpoint.__main__ import main as checkpoint_command
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.data import tokenizers, transformers_tokenizer
+from gpt4d.inference.chat import ids_of
 from gpt4d.task import language
 from gpt4d.task.task import GenerateConfig
 from tests.support.chat import chat_overrides, user, write_tokenizer
@@ -22,7 +22,7 @@ from tests.support.rank_pool import RankFailure
 
 
 def generated(run, prompt):
-    """On a rank: what gpt4d.generate prints."""
+    """On a rank: what gpt4d generate prints."""
     config = GenerateConfig(checkpoint=str(run), prompt=prompt, tokens=20, temperature=0)
     with shared_model(run) as model:
         return language.generate(config, Checkpoint.open(run).model_files(), model.stage)

@@ -171,7 +171,7 @@ def test_the_plan_does_not_change_the_metrics_of_validation_sets(ranks, tiny, se
 
 def sequences_of(config):
     """Return the tokens of the sequences of each validation set that a run evaluates."""
-    from gpt4d.trainer import Trainer
+    from gpt4d.training.trainer import Trainer
 
     trainer = Trainer(validate(config, 1), torch.device("cpu"))
     try:

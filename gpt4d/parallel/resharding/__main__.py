@@ -16,13 +16,13 @@ from pathlib import Path
 from omegaconf import MISSING
 
 from gpt4d.config import ConfigError, asks_for_help, check_choice, check_image_format, from_arguments
+from gpt4d.config.commands import one_line_errors
 from gpt4d.config.schema import STRATEGIES
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.resharding import report
 from gpt4d.parallel.resharding.mesh import StageMesh, parse
 from gpt4d.parallel.resharding.plan import ORDERS, plan
-from gpt4d.runtime.errors import one_line_errors
-from gpt4d.writing import required_file
+from gpt4d.runtime.writing import required_file
 
 _MAX_DEVICES = 4096  # per mesh
 _MAX_TILES = 32_768  # intersections of source and destination tiles; each takes one send or more

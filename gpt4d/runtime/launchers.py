@@ -8,9 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpt4d.config.fields import LARGEST_DEVICES, ConfigError
-from gpt4d.files import read_regular
+from gpt4d.runtime.errors import ConfigError
+from gpt4d.runtime.files import read_regular
 
+LARGEST_DEVICES = 1_000_000  # limit of devices to plan for
 Environment = Mapping[str, str]
 
 _TORCH_PORT = 29500  # the default of torchrun

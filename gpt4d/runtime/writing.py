@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gpt4d.config import ConfigError
-from gpt4d.files import json_lines, open_regular, read_regular, write_file
+from gpt4d.runtime.errors import ConfigError
+from gpt4d.runtime.files import json_lines, open_regular, read_regular, write_file
 
 _NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from gpt4d import activity
+from gpt4d.runtime import activity
 
 _FLUSH_BYTES = 64 << 20  # bytes between two flushes, so that a flush is short on a slow disk and progress is visible
 _flush = getattr(os, "fdatasync", os.fsync)  # macOS lacks fdatasync

@@ -1,21 +1,26 @@
 """Measurements of the training loop: time, throughput, memory and communication of each logged step."""
 
+import statistics
 import time
 from dataclasses import replace
 
 import torch
 
-from gpt4d import metrics
 from gpt4d.checkpoint.checkpoint_dir import Progress
-from gpt4d.monitor import StepMetrics, StragglerDetector
+from gpt4d.config.machine import peak_flops
+from gpt4d.optim.monitor import StepMetrics
 from gpt4d.parallel import routers
 from gpt4d.parallel.stage import Stage
 from gpt4d.plan import ParallelPlan
 from gpt4d.planner.estimate import GIB
 from gpt4d.planner.stages import PipelineEstimate
 from gpt4d.planner.workload import training_state
+from gpt4d.runtime import gpu
 from gpt4d.runtime.consensus import all_gather_json
 from gpt4d.task.task import Task
+
+_LATE = 1.5  # times the median step time
+_LATE_TIMES = 5  # consecutive lines of metrics.jsonl after which a straggler is reported
 
 
 class StepMeter:
@@ -62,7 +67,7 @@ class StepMeter:
         seconds = (time.perf_counter() - self._started) / steps
         samples_per_s = (progress.samples - self._sample) / steps / seconds
         flops = self.sample_flops * samples_per_s / self.devices
-        peak = metrics.peak_flops(device)
+        peak = peak_flops(device)
         per_step = {"bytes": steps, "exposed_s": max(1, self._timed_steps), "hidden_s": max(1, self._timed_steps)}
         totals = {name: axis.traffic.read() for name, axis in self.stage.axes.items()}
         comm = {name: {key: total[key] / per_step[key] for key in total} for name, total in totals.items()}
@@ -86,8 +91,8 @@ class StepMeter:
             f"{task.unit}_per_s": samples_per_s * task.units_per_sample,
             "tflops_per_device": flops / 1e12,
             "mfu": flops / peak if peak else None,
-            "memory_gib": metrics.peak_memory_gib(device),
-            "memory": {"after_step": metrics.used_memory_gib(device), **self.state_gib},
+            "memory_gib": gpu.peak_memory_gib(device),
+            "memory": {"after_step": gpu.used_memory_gib(device), **self.state_gib},
             "comm": comm,
             **(
                 {"moe": routers.summary(step.routing, self.stage.weights.context.expert_axis.size)}
@@ -120,3 +125,23 @@ def summary(plan: ParallelPlan, stage: Stage) -> str:
             "memory and the cached weights of another device are planned; leave out cluster to plan for this machine"
         )
     return "\n".join(lines)
+
+
+class StragglerDetector:
+    """Detector of a rank that delays all ranks in several consecutive reports."""
+
+    def __init__(self, hosts: list[str]):
+        self.hosts = hosts
+        self.slowest, self.times = -1, 0
+
+    def note(self, busy: list[float]) -> tuple[dict, str]:
+        """Record each rank's seconds of a step without waiting. Return their spread, and a message or ``""``."""
+        median, worst = statistics.median(busy), max(busy)
+        rank = busy.index(worst)
+        late = worst > _LATE * median
+        self.times = self.times + 1 if late and rank == self.slowest else int(late)
+        self.slowest = rank
+        message = ""
+        if self.times and self.times % _LATE_TIMES == 0:
+            message = f"rank {rank} on {self.hosts[rank]} takes {worst:.3f} s per step, the median is {median:.3f} s"
+        return {"min": min(busy), "median": median, "max": worst, "slowest": rank}, message

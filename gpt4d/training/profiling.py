@@ -15,7 +15,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from gpt4d import timeline
 from gpt4d.config import Config, profiled_steps
 from gpt4d.parallel.comm.collectives import Axis
 from gpt4d.parallel.comm.stats import now, seconds_between
@@ -23,9 +22,10 @@ from gpt4d.parallel.engine.interleave import YieldPoint
 from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.pipeline import trace
 from gpt4d.runtime.consensus import all_gather_json
+from gpt4d.runtime.writing import optional_file
 from gpt4d.step import TrainStep
-from gpt4d.timeline import LayerSpan
-from gpt4d.writing import optional_file
+from gpt4d.training import timeline
+from gpt4d.training.timeline import LayerSpan
 
 
 class Profile:

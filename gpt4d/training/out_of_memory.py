@@ -8,11 +8,11 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from gpt4d import metrics
 from gpt4d.parallel.stage import Stage
 from gpt4d.plan import ParallelPlan
 from gpt4d.planner.fitting import Fit, fit
 from gpt4d.planner.topology import total_gib
+from gpt4d.runtime import gpu
 from gpt4d.runtime.errors import OutOfMemory
 
 _HOST = "DefaultCPUAllocator", "not enough memory"  # both are in torch's message about the host's memory
@@ -41,7 +41,7 @@ class MemoryWatch:
         return f"out of memory in {where}; use a smaller train.micro_batch_size"
 
     def _sizes(self, answer: Fit) -> str:
-        used, total = metrics.peak_memory_gib(self.device), answer.device_gib
+        used, total = gpu.peak_memory_gib(self.device), answer.device_gib
         if self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory / 2**30
         return f"planned {answer.plan.memory_gib:.3g} GiB, used {used:.3g} of {total:.3g}"

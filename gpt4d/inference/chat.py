@@ -1,8 +1,8 @@
 """Talk to a model that was trained on conversations.
 
-python -m gpt4d.chat checkpoint=runs/NAME
-python -m gpt4d.chat checkpoint=runs/NAME prompts=questions.txt out=answers.jsonl
-torchrun --nproc-per-node 4 -m gpt4d.chat checkpoint=runs/NAME gx=4
+python -m gpt4d chat checkpoint=runs/NAME
+python -m gpt4d chat checkpoint=runs/NAME prompts=questions.txt out=answers.jsonl
+torchrun --nproc-per-node 4 -m gpt4d chat checkpoint=runs/NAME gx=4
 
 In the terminal, /reset begins a new conversation, Ctrl-C stops an answer, and Ctrl-D ends.
 """
@@ -20,18 +20,19 @@ import torch.distributed as dist
 
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import ConfigError, asks_for_help, from_arguments, setting
+from gpt4d.config.commands import one_line_errors
 from gpt4d.data import tokenizers, transformers_tokenizer
 from gpt4d.data.chat_template import all_templates, limits, template_for
 from gpt4d.data.conversations import Conversation, Unread, parse, row_of, unread_keys
-from gpt4d.inference import inference_plan, trained_model
+from gpt4d.inference.model import inference_plan, trained_model
 from gpt4d.parallel.stage import Stage
 from gpt4d.runtime.consensus import run_on_rank0
-from gpt4d.runtime.errors import one_line, one_line_errors
+from gpt4d.runtime.errors import one_line
 from gpt4d.runtime.launch import Launch
+from gpt4d.runtime.writing import replace_file, required_file, warn
 from gpt4d.task import registry as tasks
 from gpt4d.task.generation import prompt_lines
 from gpt4d.task.task import InferenceConfig, Sampling
-from gpt4d.writing import replace_file, required_file, warn
 
 Message = dict[str, Any]  # with role and content
 _RESET = "/reset"
@@ -39,7 +40,7 @@ _RESET = "/reset"
 
 @dataclass
 class ChatConfig(Sampling, InferenceConfig):
-    """Settings of ``gpt4d.chat``."""
+    """Settings of ``gpt4d chat``."""
 
     system: str | None = setting(None, "message of the system at the beginning of each conversation")
     tokens: int = setting(512, "maximum number of tokens of an answer", at_least=1)
@@ -247,7 +248,7 @@ def main(arguments: list[str]) -> None:
     if not tokenizer.chat_template:
         raise ConfigError(
             f"checkpoint={checkpoint.path}: its tokenizer has no chat template; train it with data=chat and "
-            "data.chat_template=FILE, or use gpt4d.generate"
+            "data.chat_template=FILE, or use gpt4d generate"
         )
     conversations = _conversations(config, all_templates(tokenizer), launch.rank) if config.prompts else []
     ids = []

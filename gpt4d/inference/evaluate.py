@@ -1,9 +1,9 @@
 """Evaluate a trained model: a text model on tasks of lm-evaluation-harness, an image model by the FID of its images.
 
-python -m gpt4d.evaluate checkpoint=runs/NAME tasks=hellaswag,arc_easy limit=200
-python -m gpt4d.evaluate checkpoint=runs/NAME tasks=my_task.yaml out=results.json
-torchrun --nproc-per-node 4 -m gpt4d.evaluate checkpoint=runs/NAME tasks=hellaswag gx=2 gdata=2
-python -m gpt4d.evaluate checkpoint=runs/NAME metrics=fid images=2000
+python -m gpt4d evaluate checkpoint=runs/NAME tasks=hellaswag,arc_easy limit=200
+python -m gpt4d evaluate checkpoint=runs/NAME tasks=my_task.yaml out=results.json
+torchrun --nproc-per-node 4 -m gpt4d evaluate checkpoint=runs/NAME tasks=hellaswag gx=2 gdata=2
+python -m gpt4d evaluate checkpoint=runs/NAME metrics=fid images=2000
 """
 
 import json
@@ -17,24 +17,24 @@ from rich.console import Console
 
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import ConfigError, asks_for_help, from_arguments, setting
+from gpt4d.config.commands import one_line_errors
 from gpt4d.data import transformers_tokenizer
 from gpt4d.evaluation import results as of_tasks
 from gpt4d.evaluation.tasks import Tasks, check_names
-from gpt4d.files import read_json_lines
-from gpt4d.inference import inference_plan, trained_model
-from gpt4d.metrics import last_elapsed_s
+from gpt4d.inference.model import inference_plan, trained_model
 from gpt4d.plan import ParallelPlan
+from gpt4d.runs.logger import last_elapsed_s
 from gpt4d.runtime.consensus import run_on_rank0
-from gpt4d.runtime.errors import one_line_errors
+from gpt4d.runtime.files import read_json_lines
 from gpt4d.runtime.launch import Launch
+from gpt4d.runtime.writing import LineLog, replace_file, required_file
 from gpt4d.task import registry as tasks
 from gpt4d.task.task import InferenceConfig
-from gpt4d.writing import LineLog, replace_file, required_file
 
 
 @dataclass
 class EvaluateConfig(InferenceConfig):
-    """Settings of ``gpt4d.evaluate``."""
+    """Settings of ``gpt4d evaluate``."""
 
     tasks: str | None = setting(None, "text: tasks of the harness, YAML files or their directories, with commas")
     metrics: str | None = setting(None, "images: fid, the Fréchet distance to the training images", choices=("fid",))

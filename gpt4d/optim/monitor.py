@@ -1,7 +1,6 @@
-"""Detection of non-finite steps, of spikes in loss and gradient norm, and of stragglers."""
+"""Metrics of a step, and detection of non-finite steps and of spikes in loss and gradient norm."""
 
 import math
-import statistics
 from dataclasses import asdict, dataclass
 from typing import NamedTuple, NoReturn
 
@@ -12,8 +11,6 @@ from gpt4d.config import ConfigError, TrainConfig
 _WINDOW = 100  # approximate number of values in a running average
 _MIN_VALUES = 20  # below this count there is no limit
 _DEVIATIONS = 6.0  # standard deviations above the mean at which a value is a spike
-_LATE = 1.5  # times the median step time
-_LATE_TIMES = 5  # consecutive lines of metrics.jsonl after which a straggler is reported
 
 
 class StepMetrics(NamedTuple):
@@ -134,26 +131,6 @@ class LossMonitor:
         if unknown := restored.keys() - self.stats.keys():
             raise ConfigError(f"the checkpoint's monitor has the unknown metric {min(unknown)}; use another checkpoint")
         self.stats |= restored
-
-
-class StragglerDetector:
-    """Detector of a rank that delays all ranks in several consecutive reports."""
-
-    def __init__(self, hosts: list[str]):
-        self.hosts = hosts
-        self.slowest, self.times = -1, 0
-
-    def note(self, busy: list[float]) -> tuple[dict, str]:
-        """Record each rank's seconds of a step without waiting. Return their spread, and a message or ``""``."""
-        median, worst = statistics.median(busy), max(busy)
-        rank = busy.index(worst)
-        late = worst > _LATE * median
-        self.times = self.times + 1 if late and rank == self.slowest else int(late)
-        self.slowest = rank
-        message = ""
-        if self.times and self.times % _LATE_TIMES == 0:
-            message = f"rank {rank} on {self.hosts[rank]} takes {worst:.3f} s per step, the median is {median:.3f} s"
-        return {"min": min(busy), "median": median, "max": worst, "slowest": rank}, message
 
 
 def all_finite(tensors: list[torch.Tensor]) -> bool:

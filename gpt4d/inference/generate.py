@@ -1,9 +1,9 @@
 """Generate text or images with a trained model.
 
-python -m gpt4d.generate checkpoint=runs/NAME prompt="…"
-python -m gpt4d.generate checkpoint=runs/NAME prompts=FILE tokens=100
-python -m gpt4d.generate checkpoint=runs/NAME out=images.png
-torchrun --nproc-per-node 4 -m gpt4d.generate checkpoint=runs/NAME prompt="…" gx=4
+python -m gpt4d generate checkpoint=runs/NAME prompt="…"
+python -m gpt4d generate checkpoint=runs/NAME prompts=FILE tokens=100
+python -m gpt4d generate checkpoint=runs/NAME out=images.png
+torchrun --nproc-per-node 4 -m gpt4d generate checkpoint=runs/NAME prompt="…" gx=4
 """
 
 import sys
@@ -11,8 +11,8 @@ from pathlib import Path
 
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import ConfigError, asks_for_help, from_arguments
-from gpt4d.inference import inference_plan, trained_model
-from gpt4d.runtime.errors import one_line_errors
+from gpt4d.config.commands import one_line_errors
+from gpt4d.inference.model import inference_plan, trained_model
 from gpt4d.runtime.launch import Launch
 from gpt4d.task import registry as tasks
 from gpt4d.task.task import GenerateConfig

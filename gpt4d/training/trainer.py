@@ -10,32 +10,33 @@ from typing import Any
 
 import torch
 
-from gpt4d import activity, measuring, metrics, starts
-from gpt4d.activity import MAIN
 from gpt4d.checkpoint.checkpoint_dir import Progress
 from gpt4d.checkpoint.run import RunCheckpoints
 from gpt4d.config import HELD_OUT, ConfigError, batch_size_at, with_epochs
 from gpt4d.evaluation.during_training import TrainingEvaluation
 from gpt4d.model import registry
-from gpt4d.monitor import LossMonitor, PendingMetrics, StepMetrics
+from gpt4d.optim.monitor import LossMonitor, PendingMetrics, StepMetrics
 from gpt4d.optim.schedule import check_schedule, learning_rate
 from gpt4d.parallel.comm import collectives
 from gpt4d.parallel.grid import Grid
 from gpt4d.plan import ParallelPlan
-from gpt4d.profiling import Profile
+from gpt4d.runs import logger, starts
 from gpt4d.runs.history import History
 from gpt4d.runs.lock import DirectoryLock
 from gpt4d.runs.plots import plot_losses
-from gpt4d.runtime import gpu, preflight, signals
+from gpt4d.runtime import activity, gpu, signals
+from gpt4d.runtime.activity import MAIN
 from gpt4d.runtime.consensus import run_on_rank0
 from gpt4d.runtime.hangs import HangDetector
 from gpt4d.runtime.job import RAISED_ON_ALL_RANKS
 from gpt4d.runtime.signals import StopRequest
 from gpt4d.runtime.watchdog import Watchdog
+from gpt4d.runtime.writing import optional_file, required_file, warn
 from gpt4d.step import TrainStep, build_stage, connect_stages
 from gpt4d.task import registry as tasks
 from gpt4d.task.task import ValidationSet
-from gpt4d.writing import optional_file, required_file, warn
+from gpt4d.training import measuring, preflight
+from gpt4d.training.profiling import Profile
 
 _SLOW_STEPS = 2  # lazy initialization slows the first steps of a job
 
@@ -111,7 +112,7 @@ class Trainer:
         self.progress = Progress()
         self.validation_loss: float | None = None
         self.started_at: float | None = None  # time of this start in starts.jsonl; only on rank 0
-        self.log: metrics.RunLogger | metrics.NullLogger = metrics.NullLogger()
+        self.log: logger.RunLogger | logger.NullLogger = logger.NullLogger()
         self.history: History | None = None  # only on rank 0
 
     @contextmanager
@@ -259,7 +260,7 @@ class Trainer:
         """Return the loss per counted unit of a validation set; for text also its perplexity and bits per byte."""
         batches = chain.from_iterable(map(data.batches, range(data.steps)))
         total = self.train_step.evaluate(batches, data.steps * self.plan.microbatches).item()
-        return metrics.of_loss(total, data.units, data.text_bytes())
+        return logger.of_loss(total, data.units, data.text_bytes())
 
     def _enter_run_dir(self) -> None:
         """Create the run directory and lock it until the end of the run."""
@@ -291,7 +292,7 @@ class Trainer:
             self._record_start()
 
     def _open_log(self) -> None:
-        self.log = metrics.RunLogger(self.config, self.run_dir, self.task.unit)
+        self.log = logger.RunLogger(self.config, self.run_dir, self.task.unit)
         print(f"{measuring.summary(self.plan, self.stage)}\n{self.task.summary()}", flush=True)
 
     def _record_start(self) -> None:
@@ -319,7 +320,7 @@ class Trainer:
     def _report_end(self) -> None:
         validation = f"validation loss {self.validation_loss:.4f}, " if self.validation_loss else ""
         self._plot_losses()
-        peak = metrics.peak_memory_gib(self.device)
+        peak = gpu.peak_memory_gib(self.device)
         message = f"done: {validation}{peak:.2f} GiB at peak, run {self.run_dir}, loss curve {self._curve}"
         self.log.event("done", message, **self.progress.values(self.task.unit), validation_loss=self.validation_loss)
 

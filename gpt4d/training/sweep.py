@@ -28,21 +28,21 @@ from gpt4d.config import (
     expand_cluster,
     format_for_hydra,
     known_keys,
-    launchers,
     to_config_error,
     value_of,
 )
 from gpt4d.data.completion import complete
-from gpt4d.files import read_regular
 from gpt4d.runs import lock
 from gpt4d.runs.plots import plot_losses
 from gpt4d.runs.summary import Run, State
 from gpt4d.runs.tables import console, runs_table
+from gpt4d.runtime import launchers
+from gpt4d.runtime.files import read_regular
 from gpt4d.runtime.launch import SWEEP_JOB, ArrayTask, Launch
 from gpt4d.runtime.parent import end_with_parent
 from gpt4d.runtime.signals import EXIT_CODE, stop_signals
+from gpt4d.runtime.writing import optional_file, replace_file
 from gpt4d.validation import validate
-from gpt4d.writing import optional_file, replace_file
 
 _MULTIRUN = {"-m", "--multirun"}
 _MAX_NAME = 100  # characters; file systems allow 255 bytes

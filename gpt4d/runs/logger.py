@@ -1,50 +1,19 @@
-"""Reports of a run: metrics.jsonl, console, trackers; peak FLOP/s and memory of a device."""
+"""Reports of a run: metrics.jsonl, console, trackers."""
 
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from gpt4d.config import Config
-from gpt4d.config.machine import gpu_model
 from gpt4d.runs.tables import duration
+from gpt4d.runtime.writing import LineLog, read_log
 from gpt4d.trackers.registry import start_trackers
-from gpt4d.writing import LineLog, read_log
 
 _LARGEST_EXPONENT = 700.0  # math.exp overflows above 709
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """Return the dense bf16 peak of ``device`` in FLOP/s, or None if it is unknown."""
-    model = gpu_model(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    return model.peak_tflops * 1e12 if model and model.peak_tflops else None
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """Return the peak memory of this process in GiB, on its GPU or, without a GPU, on the host."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
-
-def used_memory_gib(device: torch.device) -> float | None:
-    """Return the current memory of this process in GiB, on GPU or host; None if the system does not report it."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device) / 2**30
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except FileNotFoundError:  # not Linux
-        return None
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
 class RunLogger:

@@ -1,0 +1,1 @@
+"""What uses a trained model: generation, chats and evaluation, on any plan."""

@@ -1,0 +1,1 @@
+"""The training loop, what it alone uses, and what starts it: dry runs and sweeps."""
