@@ -51,14 +51,17 @@ class MeasuredTraining:
 
     def __init__(self, config: Config, sizes: GridSizes):
         context = config.parallel.context
-        self.stage = build_stage(config, Grid(sizes, context=context), torch.device("cpu"))
+        grid = Grid(sizes, context=context)
+        self.stage = build_stage(config, grid, torch.device("cpu"))
         share = config.train.batch_size // sizes.sample_shards(context)
         size, model = config.train.micro_batch_size or share, config.model
         if isinstance(model, UNetConfig):
             pictures = torch.randn(share, model.image_size, model.image_size, model.image_channels)
             self.batches = [(part, torch.arange(len(part)), part) for part in pictures.split(size)]
         else:
-            ids = torch.randint(model.vocab_size, (share, config.train.seq_len // context))
+            # Seeded, because the memory of experts depends on their tokens.
+            generator = torch.Generator().manual_seed(grid.sample_shard)
+            ids = torch.randint(model.vocab_size, (share, config.train.seq_len // context), generator=generator)
             self.batches = [(part, part, torch.arange(len(part))) for part in ids.split(size)]
         loss = picture_loss if isinstance(model, UNetConfig) else token_loss
         self.step = TrainStep(self.stage, whole_model(loss), config.optim, config.parallel.overlap.data)
