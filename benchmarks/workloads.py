@@ -14,7 +14,7 @@ from gpt4d.model.llama.config import LlamaConfig
 from gpt4d.model.unet.config import UNetConfig
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.stage import Stage
-from gpt4d.plan import ParallelPlan
+from gpt4d.plan import ParallelPlan, one_stage
 from gpt4d.planner.resolve import resolve
 from gpt4d.step import build_stage
 
@@ -181,7 +181,7 @@ def our_stage(grid: Grid, model: ModelConfig, device: torch.device | None = None
     """Return gpt4d's model on ``grid``. As in all adapters, gathered weights stay until the backward."""
     train = TrainConfig(seq_len=1) if isinstance(model, UNetConfig) else TrainConfig()
     config = Config(model=model, train=train, parallel=ParallelConfig(cache_layers="all", **parallel))
-    return build_stage(config, grid, device or torch.device("cpu"))
+    return build_stage(one_stage(config, grid.sizes), grid, device or torch.device("cpu"))
 
 
 def initial_weights(model: ModelConfig) -> dict[str, torch.Tensor]:

@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gpt4d.config import Config, GridSizes
+from gpt4d.model import registry
 from gpt4d.model.description import Description
 from gpt4d.parallel.pipeline import schedule
 from gpt4d.parallel.pipeline.schedule import Action
 from gpt4d.parallel.pipeline.simulation import Costs
 from gpt4d.parallel.pipeline.stage_program import Program, orders_of, programs
-from gpt4d.parallel.stage_plan import StagePlan
+from gpt4d.parallel.stage_plan import StagePlan, consecutive_stages
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,9 @@ class ParallelPlan:
     def training_program(self, stage: int, microbatches: int) -> Program:
         """Return a stage's program of a training step. Equal arguments give matching programs on all ranks."""
         pipeline = self.config.parallel.pipeline
-        assert self.costs is not None and pipeline.schedule is not None
+        if self.costs is None:
+            return [*schedule.single_stage(microbatches)]
+        assert pipeline.schedule is not None
         orders = orders_of(pipeline.schedule, len(self.stages), microbatches, self.costs, pipeline.chunks_per_stage)
         problem = schedule.problem(orders, self.virtual_stages, microbatches)
         assert problem is None, problem
@@ -73,5 +76,12 @@ class ParallelPlan:
         """Return a stage's program of an evaluation, the forwards of all microbatches in sequence."""
         own = [range(index, self.virtual_stages, len(self.stages)) for index in range(len(self.stages))]
         orders = [[Action("F", m, place) for m in range(microbatches) for place in places] for places in own]
-        assert self.costs is not None
-        return programs(orders, self.costs)[stage]
+        return [*orders[stage]] if self.costs is None else programs(orders, self.costs)[stage]
+
+
+def one_stage(config: Config, sizes: GridSizes = GridSizes()) -> ParallelPlan:  # noqa: B008 (a tuple)
+    """Return the plan of a configuration with a complete grid on one stage."""
+    description = registry.describe_run(config)
+    stages = consecutive_stages([sizes], [((0, len(description.units)),)], config.parallel.rank_order)
+    share = max(1, config.train.batch_size // sizes.sample_shards(config.parallel.context))
+    return ParallelPlan(config, description, stages, share // (config.train.micro_batch_size or share), {}, None)

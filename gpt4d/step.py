@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +20,10 @@ from gpt4d.parallel.context import Context, layer_settings
 from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import Grid, backend_of
 from gpt4d.parallel.layers import attention_backends, conv, float8
+from gpt4d.parallel.layers.routing import num_statistics
 from gpt4d.parallel.layout import spec_of
 from gpt4d.parallel.pipeline.runtime import Compute, StageRuntime
 from gpt4d.parallel.pipeline.stage_links import Copy, Exchange
-from gpt4d.parallel.routers import Routers
 from gpt4d.parallel.sharded_weights import ShardedWeights, compute_dtype
 from gpt4d.parallel.stage import Stage
 from gpt4d.plan import ParallelPlan
@@ -38,30 +38,28 @@ class StepResult(NamedTuple):
     norm: torch.Tensor
     skipped: torch.Tensor
     stopping: torch.Tensor  # > 0: a rank has been asked to stop
-    routing: torch.Tensor  # sums of each router's statistics (gpt4d.parallel.routers); empty without routers
+    routing: torch.Tensor  # sums of each router's statistics (``Routers``); empty without routers
 
 
 def build_stage(
-    config: Config,
+    plan: ParallelPlan,
     grid: Grid,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     initialized: bool = True,
-    plan: ParallelPlan | None = None,
 ) -> Stage:
-    """Build this rank's stage of the model that ``config`` describes.
+    """Build this rank's stage of a plan.
 
     Args:
-        config: model, precision, activation checkpointing and overlaps.
+        plan: the plan of all stages.
         grid: the ranks of the stage.
         device: the device of its parameters.
         dtype: dtype of the master weights; with float64, the computation is also in float64.
         initialized: set initial values; if false, a checkpoint must be loaded.
-        plan: the pipeline that has ``grid`` as a stage; None: the stage is the full model.
     """
-    _choose_kernels(config, grid, device)
+    _choose_kernels(plan.config, grid, device)
     with MAIN.begin("building the model"):
-        return _build(config, grid, device, dtype, initialized, plan)
+        return _build(plan, grid, device, dtype, initialized)
 
 
 def _choose_kernels(config: Config, grid: Grid, device: torch.device) -> None:
@@ -74,14 +72,10 @@ def _choose_kernels(config: Config, grid: Grid, device: torch.device) -> None:
     attention_backends.use_installed_kernels(device)
 
 
-def _build(
-    config: Config, grid: Grid, device: torch.device, dtype: torch.dtype, initialized: bool, plan: ParallelPlan | None
-) -> Stage:
-    train, whole = config.train, plan.description if plan else registry.describe_run(config)
-    index, bounds = 0, {0: (0, len(whole.units))}
-    if plan is not None:
-        own = plan.stage_of(grid.world.index)
-        index, bounds = own.index, {own.index + chunk * len(plan.stages): part for chunk, part in enumerate(own.parts)}
+def _build(plan: ParallelPlan, grid: Grid, device: torch.device, dtype: torch.dtype, initialized: bool) -> Stage:
+    config, whole, own = plan.config, plan.description, plan.stage_of(grid.world.index)
+    train, index, recompute = config.train, own.index, config.train.activation_checkpointing == "full"
+    bounds = {index + chunk * len(plan.stages): part for chunk, part in enumerate(own.parts)}
     description = whole.stage(bounds.values())
     computed = dtype if dtype == torch.float64 else compute_dtype(train.precision, device)
     context = Context(grid, computed, config.parallel.overlap, **layer_settings(config))
@@ -95,25 +89,23 @@ def _build(
         initialize(module, train.seed, grid)
     cached = description.weights_of(description.cached_units(config.parallel.cache_layers))
     for_step = config.parallel.cache_scope == "step"
-    stage = Stage(
+    return Stage(
         index=index,
         grid=grid,
         weights=weights,
         module=module,
         parts=parts,
-        layer_weights={place: whole.stage([part]).layer_weights(context.recompute) for place, part in bounds.items()},
+        layer_weights={place: whole.stage([part]).layer_weights(recompute) for place, part in bounds.items()},
         contributions=dict(description.contributions),
         routers=whole.routers,
         copies=tuple(description.copied),
         cached=() if for_step else cached,
         cached_for_step=cached if for_step else (),
         chunk_contributions=description.chunk_contributions(config.parallel.chunks),
+        crossing=plan.crossing,
+        program=partial(plan.training_program, index),
+        evaluation=partial(plan.evaluation_program, index),
     )
-    if plan is not None and plan.virtual_stages > 1:
-        stage.crossing = plan.crossing
-        stage.program = lru_cache(partial(plan.training_program, index))
-        stage.evaluation = lru_cache(partial(plan.evaluation_program, index))
-    return stage
 
 
 def connect_stages(plan: ParallelPlan, stage: Stage, ranks_per_host: int, timeout: timedelta | None = None) -> None:
@@ -152,6 +144,73 @@ def connect_stages(plan: ParallelPlan, stage: Stage, ranks_per_host: int, timeou
     stage.evaluation_exchange = stage.exchange
     if parallel.sequence_parallel:
         stage.evaluation_exchange = stage.exchange.without_gradients(edges_in(plain))
+
+
+class Routers:
+    """The routers of a stage. Each row of ``totals`` belongs to one router of the model.
+
+    Args:
+        stage: the stage, whose layers record statistics (gpt4d.parallel.layers.routing.routing_statistics).
+    """
+
+    def __init__(self, stage: Stage):
+        self._stage = stage
+        found: dict[str, Any] = dict(stage.module.named_modules())
+        self._own = {row: found[name] for row, name in enumerate(stage.routers) if name in found}
+        self.shape = len(stage.routers), num_statistics(max(stage.routers.values(), default=0))
+
+    def totals(self) -> torch.Tensor:
+        """Return this rank's statistics of the step, float64 of this ``shape``, for a sum over all ranks of the job.
+
+        Rows of other stages' routers are zero, as are the rows of all but one of the ranks that have the same tokens.
+        """
+        weights, grid = self._stage.weights, self._stage.grid
+        totals = torch.zeros(self.shape, dtype=torch.float64, device=weights.device)
+        if grid.y.index == 0 and (weights.context.training.splits_tokens or grid.x.index == 0):
+            for row, layer in self._own.items():
+                totals[row] = weights.statistics[layer]
+        weights.statistics.clear()
+        return totals
+
+    def update(self, totals: torch.Tensor, skipped: torch.Tensor) -> None:
+        """Set the states of this stage's routers from the statistics of all ranks, unless the step is skipped.
+
+        Routers that are not trained, because adapters are, retain their biases.
+        """
+        for row, layer in self._own.items():
+            spec, counts = layer.spec, totals[row, : layer.spec.experts]
+            if spec.balance == "loss":
+                state = counts * (spec.scoring.per_token / counts.sum())
+            elif spec_of(layer.weight).frozen:
+                continue
+            else:
+                state = layer.state.double() + spec.balance_rate * (counts.mean() - counts).sign()
+            with torch.no_grad():
+                layer.state.copy_(torch.where(skipped, layer.state.double(), state))
+
+
+def routing_summary(totals: torch.Tensor, ranks: int) -> dict[str, Any]:
+    """Return the values for metrics.jsonl: means over the routers, and the tokens of the most imbalanced router.
+
+    Args:
+        totals: statistics of a step, summed over all ranks of the job.
+        ranks: number of ranks that split the experts.
+    """
+    experts = (totals.shape[1] - 2) // 2
+    counts, scores, sums = totals.split((experts, experts, 2), 1)
+    tokens = scores.sum(1, keepdim=True)  # a token's scores add up to 1
+    of_ranks = counts.unflatten(1, (ranks, -1)).sum(2)
+    imbalance = counts.amax(1) / counts.mean(1)
+    worst = int(imbalance.argmax())
+    return {
+        "imbalance": imbalance.mean().item(),
+        "rank_imbalance": (of_ranks.amax(1) / of_ranks.mean(1)).mean().item(),
+        "entropy": (sums[:, :1] / tokens).mean().item(),
+        "balance_loss": (experts * (counts * scores / tokens**2).sum(1)).mean().item(),
+        "z_loss": (sums[:, 1:] / tokens).mean().item(),
+        "dropped": 0,
+        "most_imbalanced": {"router": worst, "tokens": counts[worst].int().tolist()},
+    }
 
 
 class TrainStep:

@@ -152,7 +152,7 @@ MUTATIONS = [
         "tests/parallel/layers/test_layers.py",
     ),
     Mutation(
-        "parallel/layers/documents.py",
+        "parallel/layers/sequence.py",
         "(self.indices[:, None, :, None] == self.indices[:, None, None, :]).tril_()",
         "(self.indices[:, None, :, None] >= self.indices[:, None, None, :]).tril_()",
         "with data.reset_attention, tokens attend to their own document only",
@@ -288,7 +288,7 @@ MUTATIONS = [
         "tests/model/test_families.py",
     ),
     Mutation(
-        "parallel/routers.py",
+        "step.py",
         "(counts.mean() - counts).sign()",
         "(counts - counts.mean()).sign()",
         "the bias of an expert with a low load grows",

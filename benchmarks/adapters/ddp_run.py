@@ -41,7 +41,7 @@ def run(config: Config) -> list[float]:
     """Train on all ranks of the job and return the losses of the global batches."""
     plan = validate(config, dist.get_world_size())
     settings, grid = config.optim, Grid(plan.stages[0].sizes)
-    stage = build_stage(config, grid, torch.device("cpu"))
+    stage = build_stage(plan, grid, torch.device("cpu"))
     task = tasks.get(registry.of(config.model).task).create(config)
     task.connect(stage, plan.micro_batch_size(plan.stages[0]))
     model = DistributedDataParallel(library_model(config.model, stage.module))

@@ -32,6 +32,7 @@ from gpt4d.parallel.layers.sequence import TokenIndex, own_segments
 from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.parallel.pipeline.schedule import single_stage
 from gpt4d.parallel.stage_plan import ranks_in_grid_order
+from gpt4d.plan import one_stage
 from gpt4d.step import TrainStep, build_stage
 
 # name: (all-reduce, reduce-scatter, all-gather, cached blocks)
@@ -77,7 +78,7 @@ class Training:
             # As in all adapters, gathered weights stay until the backward.
             parallel=ParallelConfig(cache_layers="all", **parallel),
         )
-        self.stage = build_stage(config, self.grid, self.device)
+        self.stage = build_stage(one_stage(config, self.grid.sizes), self.grid, self.device)
         loss_sum = squared_error if is_unet else lambda module, batch: module.loss_sum(*batch)
         self.train_step = TrainStep(self.stage, whole_model(loss_sum), config.optim)
         share = work.share(self.grid.sample_shard, self.grid.sample_shards)
@@ -154,8 +155,8 @@ class Blocks:
             train=TrainConfig(activation_checkpointing="full"),
             parallel=ParallelConfig(overlap=OverlapConfig(all_reduce, reduce_scatter, all_gather), cache_layers=cached),
         )
-        stage = build_stage(config, grid, torch.device("cpu"))
-        self.weights, self.blocks = stage.weights, stage.module.blocks
+        stage = build_stage(one_stage(config, grid.sizes), grid, torch.device("cpu"))
+        self.model, self.weights, self.blocks = stage.module, stage.weights, stage.module.blocks
         # Embedding and head are not run, so the order of uses has the weights of the blocks only.
         model = registry.describe(work.model)
         layer_weights = replace(model, parts=(model.blocks,)).layer_weights(recompute=True)
@@ -166,7 +167,7 @@ class Blocks:
 
     def step(self) -> Callable[[], dict]:
         self.weights.schedule.begin(self.plan)
-        x = run_blocks(self.weights, [*self.blocks.values()], self.inputs.flatten(0, 1), self.tokens)
+        x = run_blocks(self.model, [*self.blocks.values()], self.inputs.flatten(0, 1), self.tokens)
         x.backward(self.upstream.flatten(0, 1))
         self.weights.finish()
         return self.collect_results

@@ -12,7 +12,7 @@ from benchmarks.moe_steps import MoeWork, MoeWorkerConfig, token_tensors
 from benchmarks.settings import parse_grid
 from benchmarks.worker import Contender, share_process_groups
 from gpt4d.config import OverlapConfig
-from gpt4d.parallel.context import Context
+from gpt4d.parallel.context import Context, Pass
 from gpt4d.parallel.engine.interleave import run_blocks
 from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import Grid
@@ -67,8 +67,7 @@ class Mixtures:
             grid,
             torch.float32,
             parallel.get("overlap", OverlapConfig()),
-            num_chunks=parallel.get("chunks", 1),
-            sequence_parallel=parallel.get("sequence_parallel", False),
+            training=Pass(num_chunks=parallel.get("chunks", 1), splits_tokens=parallel.get("sequence_parallel", False)),
         )
         self.weights = ShardedWeights(context)
         scoring = Scoring(config.per_token, normalized=True)
@@ -107,7 +106,7 @@ class Mixtures:
 
     def forward_backward(self) -> None:
         self.reducer.begin({}, overlaps_backward=False)
-        self.output = run_blocks(self.weights, self.blocks, self.inputs, self.routes)
+        self.output = run_blocks(self.module, self.blocks, self.inputs, self.routes)
         self.output.backward(self.upstream)
         self.reducer.finish()
 

@@ -116,7 +116,7 @@ class StagedTraining:
         plan = config.plan(schedule, strategy)
         own = plan.stage_of(dist.get_rank())
         self.device, self.grid = device, Grid(own.sizes, ranks=own.ranks)
-        self.stage = build_stage(plan.config, self.grid, torch.device("cpu"), plan=plan)
+        self.stage = build_stage(plan, self.grid, torch.device("cpu"))
         with links.of_contender():
             connect_stages(plan, self.stage, config.ranks)
         assert self.stage.exchange is not None

@@ -34,7 +34,7 @@ from benchmarks.laboratory.virtual_device import VirtualDevice
 from benchmarks.settings import parse_grid, plain_rates
 from gpt4d.config import Config, ConfigError, ParallelConfig, PipelineConfig, TrainConfig, divisors
 from gpt4d.parallel.comm.collectives import Axis
-from gpt4d.parallel.layers.context_attention import Block, GatheredKeys, block_attention
+from gpt4d.parallel.layers.context_attention import GatheredKeys, KeyBlock, block_attention
 from gpt4d.planner.estimate import Estimate
 
 PACKAGES = ("torch",)
@@ -173,27 +173,27 @@ def imbalance(work: Sequence[float]) -> float:
     return max(work) / statistics.fmean(work) - 1
 
 
-def pairs(block: Block) -> int:
+def pairs(block: KeyBlock) -> int:
     """Return the number of pairs of a query and a key that it attends to."""
     queries, keys = block.stop - block.first, block.stop_key - block.first_key
     return queries * (queries + 1) // 2 if block.causal else queries * keys
 
 
-def segment_blocks(length: int, ranks: int, rank: int) -> list[Block]:
+def segment_blocks(length: int, ranks: int, rank: int) -> list[KeyBlock]:
     """Return the blocks of a rank of gpt4d."""
     queries = torch.empty(1, length // ranks, 1, 1)
     steps = GatheredKeys(Axis("context", ranks, rank)).steps(queries)
     return [block for step in steps for block, _ in step]
 
 
-def contiguous_blocks(length: int, ranks: int, rank: int) -> list[Block]:
+def contiguous_blocks(length: int, ranks: int, rank: int) -> list[KeyBlock]:
     """Return the blocks of a rank that has part ``rank`` of a sequence."""
     own = length // ranks
-    before = [Block(0, own, 0, rank * own)] if rank else []
-    return [Block(0, own, 0, own, causal=True), *before]
+    before = [KeyBlock(0, own, 0, rank * own)] if rank else []
+    return [KeyBlock(0, own, 0, own, causal=True), *before]
 
 
-def attention_seconds(settings: ContextConfig, blocks: Sequence[Sequence[Block]], repeats: int) -> list[float]:
+def attention_seconds(settings: ContextConfig, blocks: Sequence[Sequence[KeyBlock]], repeats: int) -> list[float]:
     """Return the processor seconds of each rank's blocks: the minimum of the repetitions, in which ranks alternate."""
     model, own = settings.work.model, settings.length // len(blocks)
     q = torch.randn(1, own, model.heads, model.head_size)

@@ -21,6 +21,7 @@ from gpt4d.data.completion import complete
 from gpt4d.model import registry
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import whole_model
+from gpt4d.plan import one_stage
 from gpt4d.planner.estimate import Estimate
 from gpt4d.step import TrainStep, build_stage
 from gpt4d.validation import validate
@@ -103,7 +104,7 @@ def is_text(config: Config) -> bool:
 
 def build(config: Config) -> tuple[TrainStep, tuple]:
     """Return the training step of ``config`` on one device, and a microbatch of two samples."""
-    stage = build_stage(config, Grid.single_device(), torch.device("cpu"))
+    stage = build_stage(one_stage(config), Grid.single_device(), torch.device("cpu"))
     step = TrainStep(stage, whole_model(lambda module, batch: cast(Any, module).loss_sum(*batch)), config.optim)
     samples = torch.arange(2)
     if is_text(config):

@@ -27,6 +27,7 @@ from gpt4d.config import Config, GridSizes, OptimConfig, TrainConfig
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import whole_model
+from gpt4d.plan import one_stage
 from gpt4d.step import TrainStep, build_stage
 
 PACKAGES = ("torch",)
@@ -109,7 +110,7 @@ def _changes(settings: Settings, width: int, relative_width: float) -> dict[str,
     )
     batch, length = int(_CHECKED["batch"]), settings.length
     config = Config(model=model, train=TrainConfig(seq_len=length, batch_size=batch))
-    stage = build_stage(config, Grid(GridSizes(1, 1, 1, 1)), torch.device("cpu"))
+    stage = build_stage(one_stage(config), Grid(GridSizes(1, 1, 1, 1)), torch.device("cpu"))
     train_step = TrainStep(
         stage, whole_model(lambda module, batch: module.loss_sum(*batch)), OptimConfig(lr=_CHECKED["rate"])
     )

@@ -21,6 +21,7 @@ from gpt4d.config import Config
 from gpt4d.parallel import compile
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import whole_model
+from gpt4d.plan import one_stage
 from gpt4d.step import TrainStep, build_stage
 
 aten = torch.ops.aten
@@ -153,7 +154,7 @@ def count(config: Config, compiled: bool) -> KernelCounter:
     flops = cluster.matmul_tflops * 1e12
     attention = flops / 2 if cluster.attention_tflops is None else cluster.attention_tflops * 1e12
     counter = KernelCounter(flops, attention, cluster.memory_gb_s * 1e9)
-    stage = build_stage(config, Grid.single_device(), device)
+    stage = build_stage(one_stage(config), Grid.single_device(), device)
     step = TrainStep(stage, whole_model(_loss_sum), config.optim)
     size = train.micro_batch_size or train.batch_size
     ids = torch.empty(size, train.seq_len, dtype=torch.long, device=device)

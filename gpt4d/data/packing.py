@@ -61,7 +61,7 @@ class PackedSequences:
 
     A row is [3, length], int32: the tokens; the tokens to predict, or ``IGNORED``; and for each token the number of
     conversations that end before it in the sequence. End-of-text tokens fill a sequence after its last conversation,
-    and have -1 as this number (gpt4d.parallel.layers.documents).
+    and have -1 as this number (gpt4d.parallel.layers.sequence).
 
     Args:
         files: token files of conversations.

@@ -50,7 +50,7 @@ def load_stage(
     """Return the stage of ``plan`` that ``rank`` has, with the weights of a checkpoint. All ranks call it together."""
     own = plan.stage_of(rank)
     grid = Grid(own.sizes, device.type, own.ranks, context=own.sizes.batch_shards)  # all ranks read a single prompt
-    stage = build_stage(plan.config, grid, device, initialized=False, plan=plan)
+    stage = build_stage(plan, grid, device, initialized=False)
     if len(plan.stages) > 1:
         connect_stages(plan, stage, ranks_per_host)
     storage.load(checkpoint, stage.module, None, stage.grid)

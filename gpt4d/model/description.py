@@ -222,7 +222,7 @@ class Description:
 
     @property
     def statistics_bytes(self) -> int:
-        """Bytes of the statistics of all routers, which all ranks sum in each step (gpt4d.parallel.routers)."""
+        """Bytes of the statistics of all routers, which all ranks sum in each step (gpt4d.step.Routers)."""
         return 8 * len(self.routers) * num_statistics(max(self.routers.values(), default=0))
 
     @cached_property

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpt4d.config import GridSizes
-from gpt4d.parallel.context import Context
+from gpt4d.parallel.context import Context, Pass
 from gpt4d.parallel.engine.prefetch import BACKWARD, FORWARD, RECOMPUTATION, LayerWeights
 from gpt4d.parallel.layers.attention import AttentionSpec
 from gpt4d.parallel.layers.conv import Conv2dSpec
@@ -83,11 +83,10 @@ class Probe:
     def _compute(self, unit: Unit, length: int, recompute: bool) -> _Facts:
         description, device = self.description, _Counter()
         spec: Any = description.model([unit.part])
-        context = Context(
-            SymbolicGrid(device, GridSizes()), "float32", recompute=recompute, loss_chunks=description.loss_chunks
-        )
-        weights = _RecordingWeights(context, spec.all_parameters)
-        model: Any = _RecordedLayer(spec, weights)
+        grid, training = SymbolicGrid(device, GridSizes()), Pass(recompute=recompute)
+        context = Context(grid, "float32", training=training, loss_chunks=description.loss_chunks)
+        weights = _ProbedWeights(context, spec.all_parameters)
+        model: Any = _ProbedLayer(spec, weights)
 
         def tensor(shape: tuple[int, ...], dtype: str) -> SymbolicTensor:
             return SymbolicTensor(device, shape, dtype)
@@ -143,7 +142,7 @@ class _Counter:
     def do(self, kind: str, axis: str, nbytes: float) -> None: ...
 
 
-class _RecordingWeights(SymbolicWeights):
+class _ProbedWeights(SymbolicWeights):
     """Records the uses of weights and the products."""
 
     def __init__(self, context: Context, parameters: Mapping[str, ParameterSpec]):
@@ -161,7 +160,7 @@ class _RecordingWeights(SymbolicWeights):
         return super().gather_for_backward(shard)
 
 
-class _RecordedLayer(SymbolicLayer):
+class _ProbedLayer(SymbolicLayer):
     """A layer that records its product."""
 
     def __call__(self, *inputs: Any) -> Any:
@@ -176,14 +175,14 @@ class _RecordedLayer(SymbolicLayer):
         return self._recorded(spec, x, result)
 
     def _record_window(self, window: int, q_BShs: Any, *_: Any) -> None:
-        assert isinstance(self.weights, _RecordingWeights)
+        assert isinstance(self.weights, _ProbedWeights)
         self.weights.hidden_flops += 4 * math.prod(q_BShs.shape) * max(0, q_BShs.shape[1] - window)
 
     def _record_experts(self, spec: ExpertsSpec, x: Any, routing: Any, *_: Any) -> None:
         """Record both products of the experts of a token. One row of each token is reduced over x."""
         rows, tokens = math.prod(routing.experts.shape), math.prod(x.shape)
         matrix, weights = spec.experts * spec.hidden * spec.inner, self.weights
-        assert isinstance(weights, _RecordingWeights)
+        assert isinstance(weights, _ProbedWeights)
         weights.products += [
             Product(NORMAL, tokens, 2 * rows * spec.inner, 2 * matrix, rows * spec.hidden),
             Product(TRANSPOSED, rows * spec.inner, tokens, matrix, rows * spec.hidden),
@@ -191,7 +190,7 @@ class _RecordedLayer(SymbolicLayer):
 
     async def _recorded(self, spec: LinearSpec | Conv2dSpec, x: Any, result: Any) -> Any:
         out, weights = await result, self.weights
-        assert isinstance(weights, _RecordingWeights)
+        assert isinstance(weights, _ProbedWeights)
         elements = (tensor.nbytes // 4 for tensor in (x, out, self.weight))
         weights.products.append(Product(spec.split, *elements))
         return out

@@ -76,7 +76,7 @@ class TextModelSpec(ModelSpec):
             cache: the key-value cache of earlier tokens, whose ``begin`` was called for these tokens.
         """
         complete = cache is None or cache.complete
-        tokens = tokens_of(model.weights, sample_ids_B, ids_BS.shape[1], documents, cache, complete)
+        tokens = tokens_of(model, sample_ids_B, ids_BS.shape[1], documents, cache, complete)
         part = part or self.parts[0]
         x_TH = self._stream(model, part, ids_BS, tokens, received or {})
         return tokens.restored(self._logits(model, x_TH)) if part.ends else x_TH
@@ -111,7 +111,7 @@ class TextModelSpec(ModelSpec):
             masked: tokens with a negative target have no target.
             with_token_losses: also return the losses of the tokens.
         """
-        tokens = tokens_of(model.weights, sample_ids_B, ids_BS.shape[1], documents, complete=False)
+        tokens = tokens_of(model, sample_ids_B, ids_BS.shape[1], documents, complete=False)
         x_TH = self._stream(model, part, ids_BS, tokens, received)
         if not part.ends:
             return {"stream": x_TH}
@@ -127,8 +127,8 @@ class TextModelSpec(ModelSpec):
             weight = model.tokens.weight if self.config.tied else model.head.weight
             _, normal_TH = model.norm(x_TH)
             normal_TH = normal_TH.value if isinstance(normal_TH, Recomputable) else normal_TH  # the loss saves no input
-            head = model.head.product
-            loss = head_loss(normal_TH, weight, targets_T, vocabulary, head, chunks, masked, losses)
+            head, current = model.head.product, model.current_pass
+            loss = head_loss(normal_TH, weight, targets_T, vocabulary, head, current, chunks, masked, losses)
         return {"loss": loss, **({"token_losses": tokens.restored(join(*losses))} if losses else {})}
 
     def planned_batch(self, tensor: Callable[..., Any], samples: int, length: int) -> tuple[Any, ...]:
@@ -140,8 +140,8 @@ class TextModelSpec(ModelSpec):
         """Return the residual stream after the blocks of a part, without keeping a reference to earlier values."""
         blocks = [getattr(model.blocks, str(index)) for index in part.blocks]
         if part.begins:
-            return run_blocks(model.weights, blocks, self._embedded(model, ids_BS, tokens), tokens)
-        return run_blocks(model.weights, blocks, received["stream"], tokens)
+            return run_blocks(model, blocks, self._embedded(model, ids_BS, tokens), tokens)
+        return run_blocks(model, blocks, received["stream"], tokens)
 
     def _embedded(self, model: BoundLayer, ids_BS: Any, tokens: TokenIndex) -> Any:
         x_TH = model.tokens(ids_BS, tokens)

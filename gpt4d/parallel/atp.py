@@ -16,13 +16,14 @@ from torch.distributed.tensor import Shard
 
 from gpt4d.config import GridSizes
 from gpt4d.parallel.comm.collectives import Axis
-from gpt4d.parallel.context import Context
+from gpt4d.parallel.context import Context, Pass
 from gpt4d.parallel.engine.interleave import run_alone
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.linear import Matmul
 from gpt4d.parallel.layers.product import FEATURES, ProductContext, multiply, start_gather
 from gpt4d.parallel.stage_plan import ranks_in_grid_order
 
+_PASS = Pass(recompute=True)  # the model may use activation checkpointing
 COLUMN_FIRST, ROW_FIRST = (Shard(1), Shard(0)), (Shard(0), Shard(1))
 
 _mesh: Grid | None = None
@@ -67,8 +68,7 @@ def _check(key: str, features: int, axis: Axis) -> None:
 class _Weights:
     """Replaces ``ShardedWeights`` in one call, for a weight that is not gathered."""
 
-    splits_tokens = recomputation_ends = False
-    recomputes = True  # the model may use activation checkpointing
+    recomputation_ends = False
 
     def __init__(self, context: Context):
         self.context = context
@@ -137,7 +137,7 @@ class ATPLinear(nn.Module):
         compute_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
         weights = _Weights(Context(self.mesh, compute_dtype))
         context = ProductContext(weights, Matmul(), self.contracted, self.produced, self.transposed)
-        return run_alone(multiply(x.to(compute_dtype), self.weight, self.bias, context))
+        return run_alone(multiply(x.to(compute_dtype), self.weight, self.bias, context, _PASS))
 
     def extra_repr(self) -> str:
         rows, columns = self.weight.shape

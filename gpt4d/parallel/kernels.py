@@ -1,4 +1,4 @@
-"""Kernels, from which layers are built. No torch here.
+"""Kernels, and functions with a gradient, from which layers are built. No torch here.
 
 A kernel has two definitions: the shapes of its results, from which the planner derives its time, and torch code.
 """
@@ -11,6 +11,7 @@ from inspect import signature
 from typing import Any
 
 from gpt4d.parallel import compile
+from gpt4d.parallel.lazy import torch
 
 BLOCK_ELEMENTS = 1 << 22  # 16 MiB of float32, for a CPU
 GPU_BLOCK_ELEMENTS = 1 << 28  # few blocks, because the host starts several kernels for each
@@ -29,7 +30,7 @@ class Symbolic:
         raise NotImplementedError
 
     def run_function(self, function: Any, args: tuple) -> Any:
-        """Return the results of a function (gpt4d.parallel.functions) whose first argument is this tensor."""
+        """Return the results of a ``Function`` whose first argument is this tensor."""
         raise NotImplementedError
 
 
@@ -120,3 +121,55 @@ def kernel(shapes: Callable[..., Any], **options: Any) -> Callable[[Callable[...
 def planned_kernel(shapes: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Declare a planned kernel by the shapes of its results. Options as for ``Kernel``."""
     return PlannedKernel(shapes, shapes) if shapes else lambda function: PlannedKernel(function, function, **options)
+
+
+class Function:
+    """A function with a gradient: a torch.autograd.Function, in a module that does not import torch.
+
+    ``forward`` and ``backward`` are static or class methods. Their first argument after ``ctx`` is a tensor. Second
+    derivatives raise an error.
+    """
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """Call ``forward`` and record the call for the backward."""
+        if isinstance(args[0], Symbolic):
+            return args[0].run_function(cls, args)
+        return (_in_torch.get(cls) or _load(cls))(*args)
+
+
+class TorchFunction(Function):
+    """A function whose gradient torch's autograd computes.
+
+    On torch tensors it calls ``in_torch``, a static method. ``forward`` and ``backward`` serve the planner and consist
+    of planned kernels. They have the same results and saved tensors as ``in_torch``.
+    """
+
+    in_torch: Callable[..., Any]
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        if isinstance(args[0], Symbolic):
+            return args[0].run_function(cls, args)
+        return cls.in_torch(*args)
+
+
+_in_torch: dict[type[Function], Callable[..., Any]] = {}  # ``apply`` in torch of each function that has been called
+
+
+def _load(function: type[Function]) -> Callable[..., Any]:
+    """Define a function as a torch.autograd.Function, and return its ``apply``."""
+    once, differentiable = function.backward, torch.autograd.function.once_differentiable(function.backward)
+
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return (differentiable if torch.is_grad_enabled() else once)(ctx, *gradients)
+
+    methods = {"forward": staticmethod(function.forward), "backward": staticmethod(backward)}
+    torch_function: Any = type(function.__name__, (torch.autograd.Function,), {**methods, "__doc__": function.__doc__})
+    # torch.autograd.Function.apply first unwraps the tensors of functorch's transforms, which no layer supports. The
+    # base class raises an error within such a transform.
+    _in_torch[function] = apply = super(torch.autograd.Function, torch_function).apply
+    return apply

@@ -25,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 from gpt4d.parallel.comm.collectives import Axis
 from gpt4d.parallel.comm.pending import Pending
 from gpt4d.parallel.context import Context
-from gpt4d.parallel.layers.float8 import start_weight_gather
 from gpt4d.parallel.layout import ParameterSpec, spec_of
 from gpt4d.parallel.weights import Weights
 
@@ -83,10 +82,6 @@ class ShardedWeights(Weights):
             parameter.data = torch.empty(shape, dtype=parameter.dtype, device=self.device)
         self._device.forget_axes()
 
-    @property
-    def records_gradients(self) -> bool:
-        return torch.is_grad_enabled()
-
     def add_statistics(self, layer: Any, values: torch.Tensor) -> None:
         earlier = self.statistics.get(layer)
         self.statistics[layer] = values if earlier is None else earlier + values
@@ -116,7 +111,7 @@ def _contexts(around: Callable[[], AbstractContextManager]) -> tuple[AbstractCon
     return nullcontext(), around()
 
 
-class _Gathering(NamedTuple):
+class _SplitWeight(NamedTuple):
     """A weight's shard, its spec, and the axis to gather it over."""
 
     shard: nn.Parameter
@@ -129,7 +124,7 @@ class _TorchWeightDevice:
 
     def __init__(self, weights: ShardedWeights):
         self._weights = weakref.proxy(weights)  # in a reference cycle, tensors live until the garbage collector runs
-        self._gatherings: dict[str, _Gathering] = {}
+        self._gatherings: dict[str, _SplitWeight] = {}
 
     def forget_axes(self) -> None:
         """Forget the axes of all weights, because layouts or names have changed."""
@@ -139,10 +134,9 @@ class _TorchWeightDevice:
         return self._of(weight).axis.size > 1
 
     def start_gather(self, weight: str) -> Pending:
-        """Convert before gathering: a bf16 weight has half the bytes of its master, a float8 weight a quarter."""
         (shard, spec, axis), weights = self._of(weight), self._weights
         weights.pre_gather_hook(shard)
-        return start_weight_gather(shard.detach(), spec, axis, weights.context, shard)
+        return weights.start_gather(shard.detach(), spec, axis, shard)
 
     def start_scatter(self, weight: str, gradient: torch.Tensor) -> Pending:
         shard, _, axis = self._of(weight)
@@ -164,14 +158,14 @@ class _TorchWeightDevice:
         shard.grad = part if shard.grad is None else shard.grad.add_(part)
         self._weights.on_gradient(shard)
 
-    def _of(self, weight: str) -> _Gathering:
+    def _of(self, weight: str) -> _SplitWeight:
         found = self._gatherings.get(weight)
         if found is None:
             shard = self._weights._parameters[weight]
             spec = spec_of(shard)
             split = spec.gathered
             assert not split or spec.layout.dims[0][-1:] == ("z",), f"z must split the rows of {spec}, innermost"
-            found = _Gathering(shard, spec, self._weights.context.grid.z if split else _ALONE)
+            found = _SplitWeight(shard, spec, self._weights.context.grid.z if split else _ALONE)
             self._gatherings[weight] = found
         return found
 

@@ -1,7 +1,7 @@
 """A pipeline stage: a grid on some of the job's ranks, the model chunks that it computes, and its programs."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -9,7 +9,6 @@ from torch import nn
 from gpt4d.parallel.comm.collectives import Axis
 from gpt4d.parallel.engine.prefetch import LayerWeights
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.pipeline import schedule
 from gpt4d.parallel.pipeline.stage_links import Exchange
 from gpt4d.parallel.pipeline.stage_program import Program
 from gpt4d.parallel.sharded_weights import ShardedWeights
@@ -30,13 +29,13 @@ class Stage:
         cached: weights that stay gathered from a microbatch's forward until its backward.
         cached_for_step: weights that stay gathered for all microbatches of a step.
         chunk_contributions: number of chunks per microbatch that contribute to a weight's gradient, by weight.
-        routers: names and numbers of experts of all routers of the model (gpt4d.parallel.routers).
+        routers: names and numbers of experts of all routers of the model (gpt4d.step.Routers).
         copies: names of the parameters that are copies of another stage's weights, which that stage saves and updates.
         crossing: names of the tensors on each edge of the pipeline, by producing and consuming virtual stage.
-        exchange: the edges to other stages; None if there are none.
-        evaluation_exchange: the edges in an evaluation, where x does not split tokens.
         program: returns the stage's program for a step with a given number of microbatches.
         evaluation: returns the stage's program for an evaluation with a given number of microbatches.
+        exchange: the edges to other stages; None if there are none.
+        evaluation_exchange: the edges in an evaluation, where x does not split tokens.
     """
 
     index: int
@@ -46,16 +45,16 @@ class Stage:
     parts: Mapping[int, Any]
     layer_weights: Mapping[int, Sequence[LayerWeights]]
     contributions: dict[str, int]
-    cached: Collection[str] = ()
-    cached_for_step: Collection[str] = ()
-    chunk_contributions: Mapping[str, int] = field(default_factory=dict)
-    routers: Mapping[str, int] = field(default_factory=dict)
-    copies: Collection[str] = ()
-    crossing: Mapping[tuple[int, int], Sequence[str]] = field(default_factory=dict)
+    cached: Collection[str]
+    cached_for_step: Collection[str]
+    chunk_contributions: Mapping[str, int]
+    routers: Mapping[str, int]
+    copies: Collection[str]
+    crossing: Mapping[tuple[int, int], Sequence[str]]
+    program: Callable[[int], Program]
+    evaluation: Callable[[int], Program]
     exchange: Exchange | None = None
     evaluation_exchange: Exchange | None = None
-    program: Callable[[int], Program] = lambda microbatches: [*schedule.single_stage(microbatches)]
-    evaluation: Callable[[int], Program] = lambda microbatches: [*schedule.forward_only(microbatches)]
 
     @property
     def axes(self) -> dict[str, Axis]:

@@ -12,8 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from gpt4d.parallel.comm.pending import Pending
 from gpt4d.parallel.context import Context
 from gpt4d.parallel.engine.prefetch import BACKWARD, FORWARD, RECOMPUTATION, WeightDevice, WeightSchedule, WeightUse
+from gpt4d.parallel.layers.float8 import start_packed_gather
+from gpt4d.parallel.layers.product import cast_to
+from gpt4d.parallel.layout import ParameterSpec
 
 # Computes a gradient, adds it in place to the earlier gradient if that is given, and returns the result.
 ComputeGradient = Callable[[Any | None], Any]
@@ -41,36 +45,11 @@ class Weights(ABC):
         self._delays = False
         self._names: dict[Any, str] = {}
 
-    # ---------------------------------------------------------------------------------------- current pass
-
-    @property
-    @abstractmethod
-    def records_gradients(self) -> bool:
-        """Return whether the current forward is followed by a backward."""
-
     @abstractmethod
     def add_statistics(self, layer: Any, values: Any) -> None:
         """Add values of a forward to the sums of a layer in the current step."""
 
-    @property
-    def num_chunks(self) -> int:
-        """Return the number of chunks of a microbatch: one in a forward without a backward."""
-        return self.context.num_chunks if self.records_gradients else 1
-
-    @property
-    def splits_tokens(self) -> bool:
-        """Return whether x splits the tokens between layers: never in a forward without a backward, of any length."""
-        return self.context.sequence_parallel and self.records_gradients
-
-    @property
-    def recomputes(self) -> bool:
-        """Return whether blocks keep only their inputs and are recomputed in the backward."""
-        return self.context.recompute and self.records_gradients
-
-    @property
-    def recomputes_inputs(self) -> bool:
-        """Return whether products do not keep inputs that are easily recomputed (gpt4d.parallel.layers.product)."""
-        return self.context.recompute_inputs and self.records_gradients
+    # --------------------------------------------------------------------------------------- recomputation
 
     @property
     def next_use(self) -> WeightUse | None:
@@ -86,8 +65,8 @@ class Weights(ABC):
         return following is not None and following.phase != RECOMPUTATION
 
     def checkpointed(self, function: Callable, *inputs: Any) -> Any:
-        """Call a function of blocks; to recompute blocks, keep only its inputs and call it again in the backward."""
-        return self._checkpointed(function, inputs, self._in_recomputation) if self.recomputes else function(*inputs)
+        """Call a function of blocks, keep only its inputs, and call it again in the backward."""
+        return self._checkpointed(function, inputs, self._in_recomputation)
 
     @abstractmethod
     def _checkpointed(
@@ -112,6 +91,24 @@ class Weights(ABC):
     def gather_for_backward(self, shard: Any) -> Any:
         """Return the weight as ``gather`` does, for a backward."""
         return self.schedule.gather(self._name(shard), BACKWARD)
+
+    def start_gather(self, shard: Any, spec: ParameterSpec, axis: Any, parameter: Any = None) -> Pending:
+        """Start the all-gather of a weight over an axis: in the compute dtype, or packed in float8.
+
+        A bf16 weight has half the bytes of its master, a float8 weight a quarter. Sharded optimizer states leave rows
+        that are rounded to the compute dtype (gpt4d.parallel.gradient_reducer). All rows are rounded to it before they
+        are rounded to float8, so that ranks of data have equal weights.
+
+        Args:
+            shard: values of this rank's shard.
+            spec: the weight.
+            axis: the axis that splits its rows, innermost.
+            parameter: the weight as it is reported.
+        """
+        local = cast_to(shard, self.context.compute_dtype)
+        if self.context.float8 and spec.float8:
+            return start_packed_gather(local, axis, parameter)
+        return axis.start_all_gather(local, parameter=parameter)
 
     def _name(self, shard: Any) -> str:
         """Return a weight's name."""

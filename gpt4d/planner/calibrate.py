@@ -43,6 +43,7 @@ from gpt4d.parallel.layers import attention_backends, float8
 from gpt4d.parallel.layers.attention import AttentionFunction
 from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.parallel.sharded_weights import compute_dtype
+from gpt4d.plan import one_stage
 from gpt4d.planner.device import KINDS, Links, sent_bytes
 from gpt4d.planner.step import StepWalk
 from gpt4d.planner.topology import ALL_TO_ALL, RankSpan, place
@@ -251,7 +252,7 @@ def _step_s(config: Config, cluster: ClusterConfig, **rates: Any) -> float:
 def _training_step(config: Config, device: torch.device) -> Callable[[], object]:
     """Return a function that trains a GPT-2 for one step on a grid of this device alone."""
     assert isinstance(config.model, GPT2Config)
-    stage = build_stage(config, Grid.single_device(), device)
+    stage = build_stage(one_stage(config), Grid.single_device(), device)
     ids = torch.randint(config.model.padded_vocab_size, (config.train.batch_size, config.train.seq_len), device=device)
     sample_ids = torch.arange(len(ids), device=device)
     step = TrainStep(stage, whole_model(lambda module, batch: cast(Any, module).loss_sum(*batch)), config.optim)

@@ -323,8 +323,8 @@ class _RecordingWeights(SymbolicWeights):
             name: spec.replicated() if spec.gathered else spec for name, spec in description.parameters.items()
         }
         super().__init__(context, parameters)
-        layers = {0: description.layer_weights(context.recompute)}
-        self._uses = weight_order(single_stage(1), layers, description.chunk_contributions(context.num_chunks))
+        layers, chunks = {0: description.layer_weights(context.training.recompute)}, context.training.num_chunks
+        self._uses = weight_order(single_stage(1), layers, description.chunk_contributions(chunks))
         self._position = -1
 
     @property
@@ -440,7 +440,7 @@ def recorded_segments(layers: Layers, settings: Settings) -> list[Segment]:
 
 def _received(tensor: EdgeTensor, weights: _RecordingWeights, settings: Settings) -> SymbolicTensor:
     """Return this device's shard of a tensor that another part of the model produces."""
-    layout = (weights.context.sequence_parallel and tensor.sequence_parallel) or tensor.layout
+    layout = (weights.context.training.splits_tokens and tensor.sequence_parallel) or tensor.layout
     extents = {**settings.sizes._asdict(), "z": 1, "data": 1, CHUNK: 1}  # a device has the full microbatch
     tile = layout.tile(tensor.shape(settings.micro_batch, settings.length), extents, dict.fromkeys(extents, 0))
     shape, device = tuple(stop - start for start, stop in tile), weights.device

@@ -91,7 +91,7 @@ class StepWalk:
         expected = {name: count * microbatches for name, count in description.contributions.items()}
         chunk_contributions = description.chunk_contributions(parallel.chunks)
         added = {name: expected[name] * chunk_contributions.get(name, 1) for name in self.cached_for_step}
-        layers = {0: description.layer_weights(context.recompute)}
+        layers = {0: description.layer_weights(context.training.recompute)}
         order = weight_order(single_stage(microbatches), layers, chunk_contributions)
         sums = weights.reduction.sums
         sums.begin(expected | dict.fromkeys(self.cached_for_step, 1))

@@ -12,9 +12,7 @@ from gpt4d.model import registry
 from gpt4d.model.description import STREAM, EdgeTensor
 from gpt4d.model.edges import edges, plain
 from gpt4d.parallel.comm.pending import MAX
-from gpt4d.parallel.layers.documents import Documents
-from gpt4d.parallel.layers.key_value_cache import KeyValueCache
-from gpt4d.parallel.layers.sequence import TokenIndex, own_segments
+from gpt4d.parallel.layers.sequence import Documents, KeyValueCache, TokenIndex, own_segments
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.pipeline.runtime import forward_over_stages
 from gpt4d.parallel.pipeline.stage_links import Exchange
@@ -110,7 +108,6 @@ def continued(
     reader, sampler = _Reader(stage, samples, own, share, capacity, documents, ranks), Sampler(sampling, len(texts))
     new: list[list[int]] = [[] for _ in texts]
     growing = [True] * len(texts)
-    model.eval()
     for _ in range(tokens):
         drawn = [-1] * len(texts)
         grown = [[*text, *after] for text, after in zip(texts, new, strict=True)]

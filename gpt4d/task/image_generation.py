@@ -26,7 +26,6 @@ def generated_images(stage: Stage, count: int, steps: int, seed: int = 0, first:
     shape = settings.image_size, settings.image_size, settings.image_channels
     numbers = torch.arange(first, first + count, device=device)
     exchange = exchange_for(stage, count, 1, unsharded_batch)
-    model.eval()
 
     def predict(x: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
         def compute(part, received):

@@ -31,8 +31,7 @@ from gpt4d.data.tokenizers import FILE
 from gpt4d.data.tokens import TokenFiles
 from gpt4d.data.validation_sets import validation_sets
 from gpt4d.model.parts import Part
-from gpt4d.parallel.layers.documents import Documents
-from gpt4d.parallel.layers.sequence import own_segments
+from gpt4d.parallel.layers.sequence import Documents, own_segments
 from gpt4d.parallel.stage import Stage
 from gpt4d.runtime import activity
 from gpt4d.runtime.consensus import run_on_all_ranks, run_on_rank0

@@ -60,7 +60,6 @@ class Scorer:
         sequences = sorted(self._sequences(requests), key=lambda each: (-len(each.inputs), each.inputs))
         totals = torch.zeros(2, len(requests), dtype=torch.float64, device=self.stage.weights.device)
         exchanges: dict[tuple[int, int], Exchange | None] = {}
-        self.stage.module.eval()
         with torch.no_grad():
             for start in range(0, len(sequences), self.together):
                 self._add(sequences[start : start + self.together], totals, exchanges)

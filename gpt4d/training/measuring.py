@@ -9,7 +9,6 @@ import torch
 from gpt4d.checkpoint.checkpoint_dir import Progress
 from gpt4d.config.machine import peak_flops
 from gpt4d.optim.monitor import StepMetrics
-from gpt4d.parallel import routers
 from gpt4d.parallel.stage import Stage
 from gpt4d.plan import ParallelPlan
 from gpt4d.planner.estimate import GIB
@@ -17,6 +16,7 @@ from gpt4d.planner.stages import PipelineEstimate
 from gpt4d.planner.workload import training_state
 from gpt4d.runtime import gpu
 from gpt4d.runtime.consensus import all_gather_json
+from gpt4d.step import routing_summary
 from gpt4d.task.task import Task
 
 _LATE = 1.5  # times the median step time
@@ -77,6 +77,8 @@ class StepMeter:
         if late:
             host = self.stragglers.hosts[busy["slowest"]]
             log.event("straggler", f"LATE: {late}", step=progress.step, host=host, **busy)
+        ranks = self.stage.weights.context.expert_axis.size
+        moe = {"moe": routing_summary(step.routing, ranks)} if len(step.routing) else {}
         return {
             "step": progress.step,
             "loss": step.loss,
@@ -94,11 +96,7 @@ class StepMeter:
             "memory_gib": gpu.peak_memory_gib(device),
             "memory": {"after_step": gpu.used_memory_gib(device), **self.state_gib},
             "comm": comm,
-            **(
-                {"moe": routers.summary(step.routing, self.stage.weights.context.expert_axis.size)}
-                if len(step.routing)
-                else {}
-            ),
+            **moe,
             **task.training_values(self._sample, progress.samples),
         }
 

@@ -75,7 +75,7 @@ class Trainer:
             grid = Grid(stage_plan.sizes, device.type, stage_plan.ranks, timeout, context, expert_data)
         self.hang_detector.axes = grid.active_axes
         self.hosts, self.slow = preflight.compare(config, device, collectives.probes(grid.active_axes, device))
-        self.stage = build_stage(config, grid, device, plan=plan)
+        self.stage = build_stage(plan, grid, device)
         if len(plan.stages) > 1:
             with self._connecting("connecting the pipeline's stages"):
                 connect_stages(plan, self.stage, self.hosts.count(self.hosts[0]), gpu.backend_timeout(timeout_s))

@@ -14,7 +14,7 @@ from gpt4d.config import Config, ConfigError
 from gpt4d.data.batch import Batch
 from gpt4d.model import registry
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layers.documents import Documents
+from gpt4d.parallel.layers.sequence import Documents
 from gpt4d.parallel.stage import Stage
 from gpt4d.plan import ParallelPlan
 from gpt4d.step import TrainStep, build_stage
@@ -116,7 +116,7 @@ def _train_case(case: Case) -> tuple[Outcome, Outcome | None]:
 def _train_alone(case: Case, rounded: bool = False) -> Outcome:
     """Train a case on one device. ``rounded`` changes two thirds of the weights in their last bit, up or down."""
     plan = validate(case.on_one_device, 1)
-    stage = build_stage(plan.config, Grid.single_device(), torch.device("cpu"), torch.float64)
+    stage = build_stage(plan, Grid.single_device(), torch.device("cpu"), torch.float64)
     draw = torch.Generator().manual_seed(0)
     if rounded:
         with torch.no_grad():

@@ -13,7 +13,7 @@ from gpt4d.checkpoint.storage import LocalShard
 from gpt4d.config import Config, GridSizes, OptimConfig, ParallelConfig, PipelineConfig, TrainConfig
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layers.documents import Documents
+from gpt4d.parallel.layers.sequence import Documents
 from gpt4d.parallel.stage import Stage
 from gpt4d.plan import ParallelPlan
 from gpt4d.planner.resolve import resolve
@@ -118,7 +118,7 @@ def build_step(case: GridCase, device: torch.device, alone: bool = False) -> tup
     plan = resolve(case.config(device), 1 if alone else dist.get_world_size())
     own = plan.stage_of(0 if alone else dist.get_rank())
     grid = Grid.single_device() if alone else Grid(own.sizes, device.type, own.ranks)
-    stage = build_stage(plan.config, grid, device, plan=plan)
+    stage = build_stage(plan, grid, device)
     if case.compiled:
         compiling.enable(device)
     if case.stages > 1:

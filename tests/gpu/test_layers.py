@@ -19,14 +19,13 @@ from gpt4d.parallel.context import Context
 from gpt4d.parallel.engine.interleave import run_alone
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers import activations, attention, attention_backends, conv, linear, loss, norm
-from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.embedding import PositionEmbeddingSpec, TokenEmbeddingSpec
 from gpt4d.parallel.layers.experts import ExpertsSpec
 from gpt4d.parallel.layers.group_norm import GroupNormSpec
 from gpt4d.parallel.layers.heads import Rotary
 from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layers.routing import RouterSpec, Routing, Scoring
-from gpt4d.parallel.layers.sequence import TokenIndex
+from gpt4d.parallel.layers.sequence import Documents, TokenIndex
 from gpt4d.parallel.sharded_weights import ShardedWeights
 from tests.gpu import compiling
 from tests.gpu.check import Check

@@ -24,6 +24,7 @@ from gpt4d.config import Config, GridSizes, TrainConfig
 from gpt4d.data import tokenizers
 from gpt4d.model import registry
 from gpt4d.parallel.grid import Grid
+from gpt4d.plan import one_stage
 from gpt4d.planner.workload import training_state
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
@@ -100,7 +101,7 @@ def _continue_prompts(path: Path, device: torch.device) -> list[str]:
     checkpoint = Checkpoint.open(path)
     config = Config(model=checkpoint.meta.model, train=TrainConfig(precision="fp32", compile=False))
     with process_group(Launch(), device):
-        stage = build_stage(config, Grid(device_type=device.type), device, initialized=False)
+        stage = build_stage(one_stage(config), Grid(device_type=device.type), device, initialized=False)
         storage.load(checkpoint, stage.module, None, stage.grid)
         files = checkpoint.model_files()
         tokenizer = tokenizers.parse(files, str(path))

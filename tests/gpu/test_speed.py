@@ -28,6 +28,7 @@ from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.parallel import compile
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers import linear
+from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layers.norm import LayerNormSpec
 from gpt4d.parallel.pipeline.runtime import StageRuntime, whole_model
 from gpt4d.parallel.stage import Stage
@@ -200,9 +201,10 @@ def kernels(recorded: Sequence[dict[str, Any]], step_s: float) -> list[dict[str,
 @pytest.mark.gpu(number=10, part=3, limit_s=110, work_s=90)
 def test_gradients_in_fp32_cost_little_of_a_step(check: Check) -> None:
     device, best = check.device, measured_runs(check)["best"]
-    config, micro_batch = validate(configured([*best["overrides"], "optim.lr=1e-5"]), 1).config, best["micro_batch"]
+    plan, micro_batch = validate(configured([*best["overrides"], "optim.lr=1e-5"]), 1), best["micro_batch"]
+    config = plan.config
     check.values["cache_layers"] = config.parallel.cache_layers
-    stage = build_stage(config, Grid.single_device(), device)
+    stage = build_stage(plan, Grid.single_device(), device)
     step = TrainStep(stage, whole_model(lambda module, batch: cast(Any, module).loss_sum(*batch)), config.optim)
     ids = torch.randint(cast(Any, config.model).vocab_size, (micro_batch, config.train.seq_len), device=device)
     batch = ids, ids.roll(-1, 1), torch.arange(micro_batch, device=device)
@@ -261,8 +263,8 @@ def _norm_with_rounded_gradients(
 
 
 def _changed(stage: Stage, **settings: bool) -> AbstractContextManager:
-    """Change settings of the stage's context."""
-    return patch.object(stage.weights, "context", replace(stage.weights.context, **settings))
+    """Change how the stage's layers compute in training."""
+    return patch.object(Layer, "current_pass", replace(stage.weights.context.training, **settings))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from gpt4d.model.unet.config import UNetConfig
 from gpt4d.parallel.comm import collectives
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import whole_model
+from gpt4d.plan import one_stage
 from gpt4d.planner.device import KINDS, Device, sent_bytes
 from gpt4d.planner.estimate import Estimate
 from gpt4d.planner.topology import ALL_TO_ALL
@@ -29,7 +30,7 @@ def step_of(config: Config, sizes: GridSizes):
     """Return a function that trains rank 0 for a step, and one that plans the step."""
     model, train = config.model, config.train
     pictures = isinstance(model, UNetConfig)
-    stage = build_stage(config, Grid(sizes), torch.device("cpu"), initialized=False)
+    stage = build_stage(one_stage(config, sizes), Grid(sizes), torch.device("cpu"), initialized=False)
     loss = whole_model(squared_error if pictures else token_loss)
     step = TrainStep(stage, loss, OptimConfig(), config.parallel.overlap.data)
     share = train.batch_size // sizes.batch_shards

@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from gpt4d.model import registry
 from gpt4d.parallel.grid import Grid
+from gpt4d.plan import one_stage
 from gpt4d.step import build_stage
 from gpt4d.validation import validate
 from tests.support.settings import configured
@@ -29,7 +30,7 @@ def _nodes(words: list[str], layers: int) -> tuple[int, int]:
     """Return the numbers of nodes of our model and of transformers'."""
     words = [*words, f"model.layers={layers}", "train.precision=fp32", "train.compile=false", "train.seq_len=32"]
     config = validate(configured(words), 1).config
-    stage = build_stage(config, Grid.single_device(), torch.device("cpu"))
+    stage = build_stage(one_stage(config), Grid.single_device(), torch.device("cpu"))
     theirs = AutoModelForCausalLM.from_config(registry.of(config.model).hugging_face().hf_config(config.model))
     ids = torch.zeros(2, 32, dtype=torch.int64)
     return _count(stage.module.loss_sum(ids, ids, torch.arange(2))), _count(theirs(ids, labels=ids).loss)

@@ -10,6 +10,7 @@ import torch
 from gpt4d.config import ClusterConfig, Config, GridSizes, OptimConfig, TrainConfig
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import whole_model
+from gpt4d.plan import one_stage
 from gpt4d.step import TrainStep, build_stage
 from tests.model.recording import collectives_of_a_step, computation_s
 from tests.support.environment import REPOSITORY
@@ -51,7 +52,7 @@ def config_of(examples: Path, length: int = LENGTH, **sizes: int) -> Config:
 
 def losses_and_norms(examples: Path, sizes: GridSizes) -> list[float]:
     grid = Grid(sizes)
-    stage = build_stage(config_of(examples), grid, torch.device("cpu"), torch.float64)
+    stage = build_stage(one_stage(config_of(examples), sizes), grid, torch.device("cpu"), torch.float64)
     ids = torch.randint(0, 64, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
     batch = tuple(batch_part(tensor, grid) for tensor in (ids, ids.roll(-1, 1), torch.arange(BATCH)))
     step = TrainStep(stage, whole_model(token_loss), OptimConfig())

@@ -15,7 +15,8 @@ from gpt4d.model.olmo2.config import Olmo2Config
 from gpt4d.model.unet.config import UNetConfig
 from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layers.documents import Documents
+from gpt4d.parallel.layers.sequence import Documents
+from gpt4d.plan import one_stage
 from gpt4d.step import build_stage
 from gpt4d.task.generation import continuations
 from gpt4d.task.sampling import GREEDY
@@ -87,7 +88,8 @@ def test_documents_of_a_sequence_do_not_see_each_other(ranks, name, sizes, check
 
 def test_a_text_that_is_continued_with_cached_keys_is_that_of_transformers_without():
     config, theirs = MODELS["olmo2"], library_model(MODELS["olmo2"])
-    stage = build_stage(Config(model=config, train=TrainConfig(seq_len=12)), Grid(), torch.device("cpu"), torch.float64)
+    plan = one_stage(Config(model=config, train=TrainConfig(seq_len=12)))
+    stage = build_stage(plan, Grid(), torch.device("cpu"), torch.float64)
     fill_from_hf(stage.module, theirs.state_dict())
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(300)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -133,7 +135,8 @@ def test_dropout_changes_the_output_in_training_only(config):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.01)  # a block of a new U-Net has no effect
-        training, first, second = model.train()(*inputs), model.eval()(*inputs), model(*inputs)
+        first, second = model(*inputs), model(*inputs)
+    training = model(*inputs).detach()
     assert torch.equal(first, second) and relative(training, first) > 1e-3
 
 

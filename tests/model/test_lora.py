@@ -40,7 +40,7 @@ SETTINGS = {
 def serial_stage(name, *overrides):
     config = configured([f"model={name}", *LORA, *SETTINGS.get(name, ()), *overrides])
     plan = validate(config, 1)
-    return plan, build_stage(plan.config, Grid(), torch.device("cpu"), torch.float64, plan=plan)
+    return plan, build_stage(plan, Grid(), torch.device("cpu"), torch.float64)
 
 
 def reader(stage):

@@ -73,7 +73,7 @@ def test_logits_beyond_the_original_length_equal_transformers(float64, name):
     fill_from_hf(ours, theirs.state_dict())
     ids = torch.randint(0, 300, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        logits = ours.eval()(ids, torch.arange(2))[..., :300]
+        logits = ours(ids, torch.arange(2))[..., :300]
         assert relative(logits[:, ORIGINAL:], theirs(ids).logits[:, ORIGINAL:]) <= 1e-12
 
 

@@ -14,6 +14,7 @@ from gpt4d.optim.optimizer import Optimizer
 from gpt4d.parallel import random
 from gpt4d.parallel.gradient_reducer import own_rows
 from gpt4d.parallel.grid import Grid
+from gpt4d.plan import one_stage
 from gpt4d.planner.device import Device, Links
 from gpt4d.planner.update import update
 from gpt4d.step import build_stage
@@ -52,7 +53,7 @@ def gradient(parameter, name, step, grid):
 
 def optimizer_shards(config: Config, grid: Grid):
     """Return this rank's shards of the trained parameters of a stage on ``grid``, by name."""
-    named = build_stage(config, grid, torch.device("cpu")).module.named_parameters()
+    named = build_stage(one_stage(config, grid.sizes), grid, torch.device("cpu")).module.named_parameters()
     trained = {name: parameter for name, parameter in named if not parameter.spec.frozen}
     return {name: own_rows(p, grid) if config.optim.shard_states else p for name, p in trained.items()}
 
@@ -176,7 +177,7 @@ class Reference:
 
 def compared(config):
     grid = Grid()
-    model = build_stage(config, grid, torch.device("cpu")).module
+    model = build_stage(one_stage(config, grid.sizes), grid, torch.device("cpu")).module
     reference = Reference(model, config.optim)
     optimizer = Optimizer(model.named_parameters(), config.optim, grid, torch.bfloat16)
     for step in range(20):

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from gpt4d.config import GridSizes
-from gpt4d.parallel import routers
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import whole_model
-from gpt4d.step import TrainStep, build_stage
+from gpt4d.plan import one_stage
+from gpt4d.step import TrainStep, build_stage, routing_summary
 from tests.support.grids import build_model, full, hf_model, token_loss, train_in_rank
 from tests.support.settings import configured
 from tests.support.training import losses_and_norms, plain_torch_run
@@ -100,7 +100,7 @@ def output_changes(configs):
     """
     changes = []
     for config in configs:
-        stage = build_stage(config, Grid(GridSizes()), torch.device("cpu"))
+        stage = build_stage(one_stage(config), Grid(GridSizes()), torch.device("cpu"))
         generator = torch.Generator().manual_seed(0)
         if hasattr(config.model, "channels"):
             images, loss = torch.randn(4, 8, 8, 3, generator=generator), squared_error
@@ -115,7 +115,7 @@ def output_changes(configs):
         for _ in range(4):
             routing = step([microbatch], 1, 64, config.optim.lr).routing
         if len(routing):
-            values = routers.summary(routing, 1)
+            values = routing_summary(routing, 1)
             changes.append((2 * (math.log(config.model.experts) - values["entropy"])) ** 0.5)
         else:
             changes.append((stage.module(*inputs) - before).square().mean().sqrt().item())

@@ -117,7 +117,7 @@ def test_no_function_is_compiled_again_after_the_second_step(traced, model, word
     shape = ["model.layers=2", "train.seq_len=16"] if is_text else []
     config = configured([f"model={model}", *shape, *settings.split()])
     plan = validate(config, 1)
-    stage = build_stage(plan.config, Grid.single_device(), torch.device("cpu"))
+    stage = build_stage(plan, Grid.single_device(), torch.device("cpu"))
     compute = (LanguageModeling if is_text else Diffusion).compute
     train = TrainStep(stage, partial(compute, None), config.optim)
     graphs = []

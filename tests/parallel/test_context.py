@@ -12,15 +12,14 @@ import torch.distributed as dist
 
 from gpt4d.config import GridSizes
 from gpt4d.parallel.comm.cpu import shared_memory
-from gpt4d.parallel.context import Context
+from gpt4d.parallel.context import Context, Pass
 from gpt4d.parallel.engine.interleave import run_alone, run_blocks
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers import context_attention
 from gpt4d.parallel.layers.attention import AttentionSpec
-from gpt4d.parallel.layers.context_attention import Block, GatheredKeys, RingKeys, block_attention, block_gradients
-from gpt4d.parallel.layers.documents import Documents
+from gpt4d.parallel.layers.context_attention import GatheredKeys, KeyBlock, RingKeys, block_attention, block_gradients
 from gpt4d.parallel.layers.module import Layer
-from gpt4d.parallel.layers.sequence import TokenIndex, own_segments, segments_of, tokens_of
+from gpt4d.parallel.layers.sequence import Documents, TokenIndex, own_segments, segments_of, tokens_of
 from gpt4d.parallel.sharded_weights import ShardedWeights
 from gpt4d.parallel.symbolic.stage import SymbolicAxis
 from gpt4d.parallel.symbolic.tensor import SymbolicTensor, backward, leaf
@@ -170,19 +169,20 @@ class Case(NamedTuple):
 def by_ranks(case: Case, ring: bool):
     """On a rank: the output and the gradient of its segments, and the bytes that it sends."""
     grid = Grid(GridSizes(data=case.ranks), context=case.ranks)
-    context = Context(grid, torch.float64, recompute=case.recompute, num_chunks=case.chunks, context_ring=ring)
-    layer = Layer(AttentionSpec(HEADS, window=case.window), weights := ShardedWeights(context, torch.float64))
+    training = Pass(recompute=case.recompute, num_chunks=case.chunks)
+    context = Context(grid, torch.float64, training=training, context_ring=ring)
+    layer = Layer(AttentionSpec(HEADS, window=case.window), ShardedWeights(context, torch.float64))
     generator, widths = torch.Generator().manual_seed(3), (HEADS, case.groups, case.groups)
     x, d_out = (torch.randn(SEQUENCES, LENGTH, n, SIZE, generator=generator).double() for n in (sum(widths), HEADS))
     ends = torch.rand(SEQUENCES, LENGTH, generator=generator) < 0.15
     x, d_out = (own_segments(part, case.ranks, grid.context.index).contiguous() for part in (2 * x, d_out))
     documents, x = Documents.ending_with(1, ends.long()) if case.packed else None, x.requires_grad_()
-    tokens = tokens_of(weights, torch.arange(SEQUENCES), x.shape[1], documents, complete=False)
+    tokens = tokens_of(layer, torch.arange(SEQUENCES), x.shape[1], documents, complete=False)
 
     async def block(x, tokens):
         return await layer(*x.split(widths, 2), tokens)
 
-    out = run_blocks(weights, [block], x.view_as(x), tokens).view_as(d_out)
+    out = run_blocks(layer, [block], x.view_as(x), tokens).view_as(d_out)
     out.backward(d_out)
     return out.detach(), x.grad, grid.context.traffic.read()["bytes"]
 
@@ -295,7 +295,7 @@ def test_queries_without_a_key_have_no_output_and_no_gradient(place, dtype):
     mask = torch.zeros(2, 1, 6, 5, dtype=dtype)
     mask[0, :, 1:3] = mask[1, :, 4] = mask[1, :, 2, 1:] = -torch.inf
     alone = (mask == -torch.inf).all(-1)[:, 0]
-    block = Block(0, 6, 0, 5)
+    block = KeyBlock(0, 6, 0, 5)
     out, statistics = block_attention(q, k, v, mask, block, None)
     assert (out[alone] == 0).all() and (statistics.transpose(1, 2)[alone] == -torch.inf).all()
     assert out.isfinite().all() and statistics.transpose(1, 2)[~alone].isfinite().all()

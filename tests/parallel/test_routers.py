@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from gpt4d.parallel import routers
 from gpt4d.parallel.layers.routing import Scoring, routing_statistics
-from gpt4d.step import TrainStep
+from gpt4d.step import TrainStep, routing_summary
 from gpt4d.validation import validate
 from tests.support.commands import wrong_messages
 from tests.support.grids import full, metric_lines, train_in_rank
@@ -90,7 +89,7 @@ def test_the_summary_has_the_imbalance_of_experts_and_of_ranks():
     logits = torch.tensor([[5.0, 0, 0, 0], [5.0, 0, 0, 0], [0, 5.0, 0, 0], [0, 0, 0, 5.0]])
     scoring = Scoring(1)
     totals = routing_statistics(logits, logits.argmax(1, keepdim=True), None, scoring)[None]
-    values = routers.summary(totals, 2)
+    values = routing_summary(totals, 2)
     assert values["imbalance"] == 2 and values["rank_imbalance"] == 1.5
     assert values["most_imbalanced"] == {"router": 0, "tokens": [2, 1, 0, 1]}
     scores = logits.double().softmax(1)

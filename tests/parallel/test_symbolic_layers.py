@@ -246,7 +246,8 @@ def test_a_head_loss(num_chunks, masked):
     nn.init.normal_(layer.weight)
 
     def loss_of(layer, targets):
-        return lambda x: loss.head_loss(x, layer.weight, targets, vocabulary, layer.product, num_chunks, masked)
+        rest = num_chunks, masked
+        return lambda x: loss.head_loss(x, layer.weight, targets, vocabulary, layer.product, layer.current_pass, *rest)
 
     compute = loss_of(symbolic, SymbolicTensor(device, (tokens,), "int64"))
     found = in_symbols(device, compute, [(tokens, hidden)])

@@ -13,6 +13,7 @@ from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.kernels import Kernel, PlannedKernel
 from gpt4d.parallel.symbolic.stage import SymbolicGrid, SymbolicLayer, SymbolicWeights
 from gpt4d.parallel.symbolic.tensor import SymbolicTensor, backward
+from gpt4d.plan import one_stage
 from gpt4d.step import build_stage
 from tests.parallel.counting_device import CountingDevice
 from tests.support.grids import full
@@ -46,7 +47,7 @@ def recorded_calls(run) -> list[tuple]:
 
 
 def in_torch(config: Config):
-    stage = build_stage(config, Grid.single_device(), torch.device("cpu"))
+    stage = build_stage(one_stage(config), Grid.single_device(), torch.device("cpu"))
 
     def new(shape, dtype):
         return torch.zeros(shape, dtype=getattr(torch, dtype))

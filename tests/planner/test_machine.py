@@ -7,6 +7,7 @@ from gpt4d.config import LevelConfig, machine
 from gpt4d.config.cluster import check_cluster
 from gpt4d.config.machine import describe
 from gpt4d.parallel.grid import Grid
+from gpt4d.plan import one_stage
 from gpt4d.planner.topology import for_devices, node_size
 from gpt4d.planner.workload import compute_bytes
 from gpt4d.runtime.machine import MachineFacts, ranks_and_nodes
@@ -198,7 +199,7 @@ def test_a_run_on_a_detected_gpu_is_planned_in_bf16_with_the_memory_of_that_gpu(
 
 def test_a_run_on_another_device_than_its_cluster_says_so():
     words = ["model.layers=1", "train.batch_size=2"]
-    stage = build_stage(configured(words), Grid.single_device(), torch.device("meta"), initialized=False)
+    stage = build_stage(one_stage(configured(words)), Grid.single_device(), torch.device("meta"), initialized=False)
     stage.weights.device = torch.device("cuda")
     other = summary(validate(configured([*words, "cluster=local"]), 1), stage)
     assert "\ncluster.device=cpu: the ranks use cuda, so" in other and other.count("leave out cluster") == 1

@@ -16,6 +16,7 @@ from gpt4d.parallel.comm.cpu.comm_thread import CommFuture
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers import routing
 from gpt4d.parallel.pipeline.runtime import whole_model
+from gpt4d.plan import one_stage
 from gpt4d.planner.estimate import GIB, Estimate
 from gpt4d.planner.stages import PipelineEstimate
 from gpt4d.planner.workload import training_state
@@ -52,7 +53,7 @@ class MeasuredTraining:
     def __init__(self, config: Config, sizes: GridSizes):
         context = config.parallel.context
         grid = Grid(sizes, context=context)
-        self.stage = build_stage(config, grid, torch.device("cpu"))
+        self.stage = build_stage(one_stage(config, sizes), grid, torch.device("cpu"))
         share = config.train.batch_size // sizes.sample_shards(context)
         size, model = config.train.micro_batch_size or share, config.model
         if isinstance(model, UNetConfig):

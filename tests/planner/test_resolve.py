@@ -48,7 +48,7 @@ def test_the_plan_has_the_description_that_estimate_and_stage_use(monkeypatch):
     assert plan.description.parameters == registry.describe_run(plan.config).parameters
     monkeypatch.setattr(registry, "describe_run", None)
     assert fitting.fit(plan, plan.config.cluster).plan.step_time_s > 0
-    stage = build_stage(plan.config, Grid.single_device(), torch.device("cpu"), plan=plan)
+    stage = build_stage(plan, Grid.single_device(), torch.device("cpu"))
     assert {name for name, _ in stage.module.named_parameters()} < plan.description.parameters.keys()
 
 

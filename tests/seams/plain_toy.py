@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from gpt4d.config import Config
 from gpt4d.parallel.grid import Grid
+from gpt4d.plan import one_stage
 from gpt4d.step import build_stage
 from tests.seams import toy_torch
 from tests.seams.toy import WeightedFunction, joined, of_rows  # registers the family
@@ -24,7 +25,7 @@ class PlainToy:
     """The toy model in plain torch, with the initial weights of a run of ``config``."""
 
     def __init__(self, config: Config, dtype: torch.dtype = torch.float64):
-        module = build_stage(config, Grid.single_device(), torch.device("cpu"), dtype).module
+        module = build_stage(one_stage(config), Grid.single_device(), torch.device("cpu"), dtype).module
         self.config = config
         self.weights = {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
 

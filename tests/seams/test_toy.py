@@ -13,6 +13,7 @@ from gpt4d.config import Config, ConfigError, GridSizes
 from gpt4d.model import registry
 from gpt4d.optim.schedule import learning_rate
 from gpt4d.parallel.grid import Grid
+from gpt4d.plan import one_stage
 from gpt4d.planner import search, tables
 from gpt4d.planner.device import Links
 from gpt4d.planner.estimate import Estimate
@@ -120,7 +121,7 @@ def test_a_checkpoint_of_another_toy_or_of_gpt2_is_rejected(straight):
 
 def test_parameters_of_the_toy_are_as_described():
     config = configure()
-    module = build_stage(config, Grid.single_device(), torch.device("cpu")).module
+    module = build_stage(one_stage(config), Grid.single_device(), torch.device("cpu")).module
     built = {name: (p.spec.shape, p.spec.layout) for name, p in module.named_parameters()}
     described = registry.describe(config.model).parameters
     assert list(built.items()) == [(name, (spec.shape, spec.layout)) for name, spec in described.items()]

@@ -19,8 +19,7 @@ from gpt4d.model.description import STREAM, Description, EdgeTensor, Tensors, un
 from gpt4d.model.family import Family
 from gpt4d.model.parts import Part
 from gpt4d.parallel.engine.interleave import run_alone, run_blocks
-from gpt4d.parallel.functions import Function, TorchFunction
-from gpt4d.parallel.kernels import kernel, planned_kernel, wide_dtype
+from gpt4d.parallel.kernels import Function, TorchFunction, kernel, planned_kernel, wide_dtype
 from gpt4d.parallel.layers.activations import SwigluFunction
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec, LayersSpec
 from gpt4d.parallel.layers.linear import LinearSpec
@@ -148,7 +147,7 @@ class ToySpec(LayerSpec):
                 tensors["classes"], tensors["mask"] = of_rows(rows_TF)
         for index in part.blocks:
             x_TH, block = tensors.pop(STREAM), getattr(model.blocks, str(index))
-            x_TH = run_blocks(model.weights, [block], joined(index, x_TH, tensors) if skips else x_TH)
+            x_TH = run_blocks(model, [block], joined(index, x_TH, tensors) if skips else x_TH)
             tensors[STREAM] = x_TH
             if skips and index == 1:
                 tensors["halves"] = WeightedFunction.apply(x_TH, tensors["classes"])

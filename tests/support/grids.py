@@ -14,11 +14,12 @@ from gpt4d.model import registry
 from gpt4d.model.gpt2.config import GPT2Config
 from gpt4d.model.init import initialize
 from gpt4d.model.module import Model
-from gpt4d.parallel.context import Context
+from gpt4d.parallel.context import Context, Pass
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.sharded_weights import ShardedWeights
 from gpt4d.parallel.stage import Stage
+from gpt4d.plan import one_stage
 from gpt4d.planner.estimate import Estimate
 from gpt4d.step import build_stage
 from gpt4d.validation import validate
@@ -51,13 +52,8 @@ def build_model(
     seed: int = 1,
     loss_chunks: int = 1,
 ) -> Model:
-    context = Context(
-        Grid(sizes),
-        compute_dtype or dtype,
-        recompute=checkpointing == "full",
-        recompute_inputs=checkpointing == "selective",
-        loss_chunks=loss_chunks,
-    )
+    training = Pass(recompute=checkpointing == "full", recompute_inputs=checkpointing == "selective")
+    context = Context(Grid(sizes), compute_dtype or dtype, training=training, loss_chunks=loss_chunks)
     weights = ShardedWeights(context, dtype)
     model = registry.build(config.on_grids([sizes]), weights)
     initialize(model, seed, weights.context.grid)
@@ -80,7 +76,7 @@ def build_tiny_stage(
         parallel=ParallelConfig(overlap=overlap or OverlapConfig(), cache_layers=cache_layers, **parallel),
         train=TrainConfig(seq_len=12, seed=1, precision=precision, activation_checkpointing=checkpointing),
     )
-    return build_stage(config, grid, torch.device("cpu"), dtype)
+    return build_stage(one_stage(config, grid.sizes), grid, torch.device("cpu"), dtype)
 
 
 def tiny_batch(grid: Grid, microbatch: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -19,6 +19,7 @@ from gpt4d.model.moe.config import MoeConfig
 from gpt4d.model.olmo2.config import Olmo2Config
 from gpt4d.parallel import gradient_reducer
 from gpt4d.parallel.grid import Grid
+from gpt4d.plan import one_stage
 from gpt4d.step import build_stage
 from tests.support.grids import batch_part, fill_from_hf, global_tensor, to_hf
 
@@ -180,7 +181,7 @@ def _forward_and_backward(config, sizes, state, checkpointing, loss_chunks, micr
     """On a rank: its place and logits, on rank 0 the global gradients by transformers' names, its share of the norm."""
     train = TrainConfig(seq_len=LENGTH, activation_checkpointing=checkpointing, loss_chunks=loss_chunks)
     settings = Config(model=config, train=train, parallel=ParallelConfig(**parallel))
-    stage = build_stage(settings, Grid(sizes), torch.device("cpu"), torch.float64)
+    stage = build_stage(one_stage(settings, sizes), Grid(sizes), torch.device("cpu"), torch.float64)
     model, grid = stage.module, stage.grid
     trained = {name: p for name, p in model.named_parameters() if not p.spec.frozen}
     total = gradient_reducer.GradientReducer(model.weights, trained)

@@ -201,7 +201,7 @@ def further_examples() -> Examples:
     enlarging = replace(in_first, upsampling=2)
     halved, row, x8 = torch.randn(2, 3, 3, 4), torch.rand(6), x.to(torch.float8_e4m3fn)
     queries, keys, statistics = torch.randn(2, 4, 6, 8), torch.randn(2, 8, 3, 8), torch.randn(2, 6, 4)
-    block = context_attention.Block(2, 4, 1, 6)
+    block = context_attention.KeyBlock(2, 4, 1, 6)
     matrices, rows = torch.randn(3, 8, 2, 4), torch.tensor([2, 0, 4])
     return [
         (activations.gelu, (x,)),

@@ -39,7 +39,7 @@ def queued_operations(plan: ParallelPlan, rank: int) -> list[Operation]:
         grid = Grid(own.sizes, "cuda", own.ranks)
         for axis in grid.active_axes.values():  # preflight checks use the axes in this order
             axis.all_reduce(_empty((1,), "float32"))
-        stage = build_stage(plan.config, grid, _META, plan=plan)
+        stage = build_stage(plan, grid, _META)
         if len(plan.stages) > 1:
             connect_stages(plan, stage, ranks_per_host=2)
         batch = stage.module.spec.planned_batch(_empty, plan.micro_batch_size(own), plan.config.train.seq_len)

@@ -33,7 +33,7 @@ def connected_stage(plan: ParallelPlan, dtype=torch.float64, ranks_per_host: int
     """Return, on a rank, this rank's stage of a plan, connected to its neighbors."""
     own, parallel = plan.stage_of(dist.get_rank()), plan.config.parallel
     grid = Grid(own.sizes, device.type, own.ranks, context=parallel.context, expert_data=parallel.expert_data)
-    stage = build_stage(plan.config, grid, device, dtype, plan=plan)
+    stage = build_stage(plan, grid, device, dtype)
     if len(plan.stages) > 1:
         connect_stages(plan, stage, ranks_per_host)
     return stage

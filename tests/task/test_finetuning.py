@@ -20,7 +20,7 @@ from gpt4d.checkpoint.importer import import_model
 from gpt4d.config import GridSizes
 from gpt4d.data.packing import PackedSequences
 from gpt4d.data.prepare import corpus as prepared
-from gpt4d.parallel.routers import Routers
+from gpt4d.step import Routers
 from tests.support.chat import CONVERSATIONS, chat_overrides
 from tests.support.grids import build_model, fill_from_hf, full, hf_model, on_grid, to_hf, train_in_rank
 from tests.support.model_oracles import in_files, library_model, router_states_and_loss

@@ -13,7 +13,8 @@ from gpt4d.model.llama.config import LlamaConfig
 from gpt4d.model.moe.config import MoeConfig
 from gpt4d.model.olmo2.config import Olmo2Config
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layers.documents import Documents
+from gpt4d.parallel.layers.sequence import Documents
+from gpt4d.plan import one_stage
 from gpt4d.planner.resolve import resolve
 from gpt4d.step import build_stage
 from gpt4d.task import language
@@ -88,7 +89,7 @@ def test_texts_of_a_batch_are_those_of_each_prompt_alone(stage, tokenizer, tempe
 def random_stage(model, sizes):
     """Return a model in float64 with random weights so large that each token depends on all before it."""
     config = Config(model=model, train=TrainConfig(seq_len=12, seed=3))
-    stage = build_stage(config, Grid(sizes), torch.device("cpu"), torch.float64)
+    stage = build_stage(one_stage(config, sizes), Grid(sizes), torch.device("cpu"), torch.float64)
     magnify(stage)
     return stage
 

@@ -55,7 +55,7 @@ class GPT2MLPSpec(LayerSpec):
 
     async def forward(self, layer: BoundLayer, x_TH: Any) -> Any:
         activation = partial(gelu_of_biased, bias=layer.up.bias)
-        return await layer.down(recomputable(layer.weights, activation, await layer.up(x_TH)))
+        return await layer.down(recomputable(layer, activation, await layer.up(x_TH)))
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class LlamaMLPSpec(LayerSpec):
         }
 
     async def forward(self, layer: BoundLayer, x_TH: Any) -> Any:
-        return await layer.down(recomputable(layer.weights, self.activation.apply, await layer.up(x_TH)))
+        return await layer.down(recomputable(layer, self.activation.apply, await layer.up(x_TH)))
 
 
 @dataclass(frozen=True)

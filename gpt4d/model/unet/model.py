@@ -189,13 +189,13 @@ class UNetSpec(ModelSpec):
             sample_ids_B: as for ``forward``.
             targets_BSSC: the targets, which the last part uses. None: the last part returns the prediction.
         """
-        tensors, weights = dict(received), model.weights
+        tensors = dict(received)
         if part.begins:
             tensors[EMBEDDING] = run_alone(model.time(timesteps_B))
-            tensors[INPUT] = run_alone(model.input(cast_to(x_BSSC, weights.context.compute_dtype)))
+            tensors[INPUT] = run_alone(model.input(cast_to(x_BSSC, model.context.compute_dtype)))
         nodes, wanted = self._graph(model, part)
-        samples = tokens_of(weights, sample_ids_B, length=1)
-        produced = run_graph(weights, nodes, tensors, wanted, samples)
+        samples = tokens_of(model, sample_ids_B, length=1)
+        produced = run_graph(model, nodes, tensors, wanted, samples)
         if not part.ends:
             return produced
         del tensors

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Coroutine, Generator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from gpt4d.parallel.functions import TorchFunction
-from gpt4d.parallel.kernels import planned_kernel
+from gpt4d.parallel.kernels import TorchFunction, planned_kernel
 from gpt4d.parallel.lazy import torch
 
 Result = TypeVar("Result")
@@ -27,8 +26,6 @@ class YieldPoint:
 def run(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
     """Interleave the coroutines, one per chunk, and return their results. The order is the same on all ranks."""
     chunks = list(coroutines)
-    if len(chunks) == 1:
-        return [run_alone(chunks[0])]
     results: dict[int, Result] = {}
     try:
         while len(results) < len(chunks):
@@ -46,11 +43,7 @@ def run(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
 
 def run_alone(coroutine: Coroutine[Any, Any, Result]) -> Result:
     """Run the coroutine of a microbatch that has one chunk, and return its result."""
-    try:
-        while True:
-            coroutine.send(None)
-    except StopIteration as finished:
-        return finished.value
+    return run([coroutine])[0]
 
 
 Tensors = dict[str, Any]
@@ -95,20 +88,20 @@ class Node(NamedTuple):
     produces: str
 
 
-def run_blocks(weights: Any, blocks: Iterable[Any], x: Any, *others: Any) -> Any:
+def run_blocks(layer: Any, blocks: Iterable[Any], x: Any, *others: Any) -> Any:
     """Call blocks sequentially on the chunks of a microbatch and return the output of the last block.
 
     Args:
-        weights: as for ``run_graph``.
+        layer: as for ``run_graph``.
         blocks: coroutine functions from ``x`` and ``others`` to the next block's ``x``.
         x: activations, split into chunks along dim 0.
         others: as for ``run_graph``.
     """
-    return run_graph(weights, [Node(block, ("x",), "x") for block in blocks], {"x": x}, ("x",), *others)["x"]
+    return run_graph(layer, [Node(block, ("x",), "x") for block in blocks], {"x": x}, ("x",), *others)["x"]
 
 
 def run_graph(
-    weights: Any, nodes: Sequence[Node], tensors: Mapping[str, Any], results: Collection[str], *others: Any
+    layer: Any, nodes: Sequence[Node], tensors: Mapping[str, Any], results: Collection[str], *others: Any
 ) -> Tensors:
     """Call the blocks of a graph in their order on the chunks of a microbatch and return the tensors ``results``.
 
@@ -116,23 +109,24 @@ def run_graph(
     the next block starts.
 
     Args:
-        weights: the weights of the blocks, which decide the number of chunks and whether blocks are recomputed.
+        layer: the layer of the blocks, whose pass decides about chunks and recomputation.
         nodes: the blocks.
         tensors: the graph's inputs by name; split into chunks along dim 0.
         results: names of the tensors to return, among the inputs and the outputs of blocks.
         others: additional inputs of each block, with a method ``chunk``, or None.
     """
-    count = weights.num_chunks
+    current = layer.current_pass
+    count = current.num_chunks
     cut = {name: tensor.chunk(count) if count > 1 else (tensor,) for name, tensor in tensors.items()}
     chunks = [{name: parts[index] for name, parts in cut.items()} for index in range(count)]
     del tensors, cut  # a tensor lives until its last use
     rest = [[None] * count if other is None else other.chunk(count) for other in others]
     alive = _alive_after(nodes, results)
-    if weights.recomputes:
+    if current.recompute:
         for node, names in zip(nodes, alive, strict=True):
             inputs = [{name: chunk[name] for name in node.uses} for chunk in chunks]
             chunks = [_only(chunk, names - {node.produces}) for chunk in chunks]
-            outputs = weights.checkpointed(_run_chunks, [node], [{node.produces}], inputs, rest)
+            outputs = layer.weights.checkpointed(_run_chunks, [node], [{node.produces}], inputs, rest)
             for chunk, output in zip(chunks, outputs, strict=True):
                 chunk |= output
     else:

@@ -11,8 +11,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from gpt4d.parallel import random
-from gpt4d.parallel.functions import Function, TorchFunction
-from gpt4d.parallel.kernels import Kernel, kernel, planned_kernel
+from gpt4d.parallel.kernels import Function, Kernel, TorchFunction, kernel, planned_kernel
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.lazy import F, torch
 
@@ -187,7 +186,7 @@ class DropoutFunction(Function):
 
 @dataclass(frozen=True)
 class DropoutSpec(LayerSpec):
-    """Dropout of [tokens, features over ``axis``] with probability ``p``, active while training.
+    """Dropout of [tokens, features over ``axis``] with probability ``p``, in forwards of training.
 
     gpt4d.model.init sets the layer's ``key`` from the seed and the layer's name.
     """
@@ -199,7 +198,7 @@ class DropoutSpec(LayerSpec):
         layer.key = 0
 
     def forward(self, layer: BoundLayer, x: Any, tokens: Any) -> Any:
-        if not layer.training or self.p == 0:
+        if not layer.current_pass.records or self.p == 0:
             return x
         rows = row_keys(tokens.samples, tokens.places, layer.key)
         return DropoutFunction.apply(x, rows, layer.context.grid[self.axis].index * x.shape[-1], self.p)

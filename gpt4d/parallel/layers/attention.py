@@ -12,8 +12,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from gpt4d.parallel import random
-from gpt4d.parallel.functions import TorchFunction
-from gpt4d.parallel.kernels import kernel, planned_kernel, wide_dtype
+from gpt4d.parallel.kernels import TorchFunction, kernel, planned_kernel, wide_dtype
 from gpt4d.parallel.layers.activations import DropoutFunction
 from gpt4d.parallel.layers.attention_backends import attention_of_documents, takes_documents, with_heads
 from gpt4d.parallel.layers.context_attention import (
@@ -352,14 +351,14 @@ class AttentionSpec(LayerSpec):
         """
         documents, mask, context = tokens.documents, None, tokens.context
         assert documents is None or (self.causal and tokens.cache is None), "documents need causality and no cache"
-        drops = layer.training and self.dropout > 0
+        current = layer.current_pass
+        drops = current.records and self.dropout > 0
         if context is not None and not drops and tokens.cache is None:
             shared = (RingKeys if layer.context.context_ring else GatheredKeys)(context)
             masked = self.window is not None or documents is not None
             steps = self._masked_steps(q, tokens, shared) if masked else shared.steps(q)
-            recomputed = layer.weights.recomputes
-            calls = tokens.attention_calls if layer.weights.records_gradients and not recomputed else None
-            call = SharedAttention(shared, steps, self.scale, recomputed, calls)
+            calls = tokens.attention_calls if current.records and not current.recompute else None
+            call = SharedAttention(shared, steps, self.scale, current.recompute, calls)
             return (await call.forward(q, k, v)).flatten(0, 1).flatten(1)
         if context is not None:
             k, v = await gathered_keys(k, v, context)

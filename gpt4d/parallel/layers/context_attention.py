@@ -21,23 +21,19 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from gpt4d.parallel.engine.interleave import YieldPoint
-from gpt4d.parallel.functions import Function
-from gpt4d.parallel.kernels import kernel, wide_dtype
+from gpt4d.parallel.kernels import Function, kernel, wide_dtype
 from gpt4d.parallel.layers.attention_backends import takes_documents, with_heads
 from gpt4d.parallel.layers.exchange import SentFunction, exchanged
 from gpt4d.parallel.layers.heads import StackedFunction
 from gpt4d.parallel.layers.product import cast, placeholder
-from gpt4d.parallel.layers.sequence import segments_of
+from gpt4d.parallel.layers.sequence import Documents, segments_of
 from gpt4d.parallel.lazy import torch
 
-if TYPE_CHECKING:
-    from gpt4d.parallel.layers.documents import Documents
 
-
-class Block(NamedTuple):
+class KeyBlock(NamedTuple):
     """Queries of a rank that attend to a range of keys. With ``causal``, these are equally many.
 
     ``first`` and ``stop`` are indices among the 2·L queries of the rank, ``first_key`` and ``stop_key`` among the keys.
@@ -51,9 +47,9 @@ class Block(NamedTuple):
 
 
 # Blocks of the queries with the keys of one step, and their masks or None. The first block of a query has a key for it.
-Step = list[tuple[Block, Any]]
+Step = list[tuple[KeyBlock, Any]]
 # A block and the gradients of its keys and of its values.
-BlockGradients = tuple[Block, Any, Any]
+BlockGradients = tuple[KeyBlock, Any, Any]
 
 
 @kernel(lambda gathered, ranks: gathered.like((2, gathered.shape[1], ranks * gathered.shape[2], *gathered.shape[3:])))
@@ -100,19 +96,19 @@ class Packed(NamedTuple):
     window: int | None
 
 
-def _executed_flops(q, block: Block) -> float:
+def _executed_flops(q, block: KeyBlock) -> float:
     """Return the FLOPs that torch's kernels execute: half of a causal block's."""
     batch, _, heads, size = q.shape
     flops = 4 * batch * heads * size * (block.stop - block.first) * (block.stop_key - block.first_key)
     return flops / (2 if block.causal else 1)
 
 
-def _attention_flops(q, mask, block: Block) -> float:
+def _attention_flops(q, mask, block: KeyBlock) -> float:
     """Return the FLOPs of products with all keys. Without masks, the blocks have half of all pairs of tokens."""
     return _executed_flops(q, block) * (2 if mask is None else 1)
 
 
-def _block_attention_results(q, k, v, mask, block: Block, scale: float | None):
+def _block_attention_results(q, k, v, mask, block: KeyBlock, scale: float | None):
     batch, _, heads, size = q.shape
     count = block.stop - block.first
     return q.like((batch, count, heads, size)), q.like((batch, heads, count), wide_dtype(q))
@@ -123,7 +119,7 @@ def _block_attention_results(q, k, v, mask, block: Block, scale: float | None):
     flops=lambda q, k, v, mask, block, scale: _attention_flops(q, mask, block),
     attention=lambda q, k, v, mask, block, scale: _executed_flops(q, block),
 )
-def block_attention(q, k, v, mask, block: Block, scale: float | None):
+def block_attention(q, k, v, mask, block: KeyBlock, scale: float | None):
     """Return the output [B, n, h, s] of the queries of a block and the log-sum-exp of their scores, [B, h, n].
 
     Queries without a key have zeros and -inf. ``mask``: additive, [B or 1, 1, n, keys], or None.
@@ -146,7 +142,7 @@ def block_attention(q, k, v, mask, block: Block, scale: float | None):
     return out.transpose(1, 2), statistics
 
 
-def _block_gradients_results(d_out, q, k, v, out, statistics, mask, block: Block, scale: float | None):
+def _block_gradients_results(d_out, q, k, v, out, statistics, mask, block: KeyBlock, scale: float | None):
     count, keys = block.stop - block.first, (k.shape[0], block.stop_key - block.first_key, *k.shape[2:])
     return q.like((q.shape[0], count, *q.shape[2:])), k.like(keys), k.like(keys)
 
@@ -156,7 +152,7 @@ def _block_gradients_results(d_out, q, k, v, out, statistics, mask, block: Block
     flops=lambda d_out, q, k, v, out, statistics, mask, block, scale: 2.5 * _attention_flops(q, mask, block),
     attention=lambda d_out, q, k, v, out, statistics, mask, block, scale: 2.5 * _executed_flops(q, block),
 )
-def block_gradients(d_out, q, k, v, out, statistics, mask, block: Block, scale: float | None):
+def block_gradients(d_out, q, k, v, out, statistics, mask, block: KeyBlock, scale: float | None):
     """Return the gradients of the queries and of the keys and values of a block. The kernel recomputes the scores.
 
     ``out`` and ``statistics`` are the combined results of all blocks.
@@ -223,7 +219,7 @@ def _limits(packed: Packed) -> dict[str, int]:
     return {"window_size_left": left, "window_size_right": 0 if packed.causal else -1}
 
 
-def _in_block(q, k, v, block: Block):
+def _in_block(q, k, v, block: KeyBlock):
     """Return the queries, keys and values of a block, [B, n, heads, s]."""
     return q[:, block.first : block.stop], *(x[:, block.first_key : block.stop_key] for x in (k, v))
 
@@ -388,8 +384,8 @@ class GatheredKeys(SharedKeys):
 
     def steps(self, q: Any) -> list[Step]:
         length, (early, late) = q.shape[1] // 2, self.segments
-        before = Block(0, 2 * length, 0, early * length)
-        between = Block(length, 2 * length, (early + 1) * length, late * length)
+        before = KeyBlock(0, 2 * length, 0, early * length)
+        between = KeyBlock(length, 2 * length, (early + 1) * length, late * length)
         return [[(own_block(q), None)], [(b, None) for b in (before, between) if b.first_key < b.stop_key]]
 
     def masked_steps(self, q: Any, documents: Any, window: int | None) -> list[Step]:
@@ -398,7 +394,7 @@ class GatheredKeys(SharedKeys):
             first, stop_key = segment * length, (segment + 1) * length
             first_key = 0 if window is None else max(0, first - window + 1)
             mask = segment_mask(q, documents, first, first_key, stop_key, window)
-            blocks.append((Block(place * length, (place + 1) * length, first_key, stop_key), mask))
+            blocks.append((KeyBlock(place * length, (place + 1) * length, first_key, stop_key), mask))
         return [[], blocks]
 
     def start(self, sent: Any) -> Any:
@@ -420,14 +416,14 @@ class RingKeys(SharedKeys):
 
     def steps(self, q: Any) -> list[Step]:
         length = q.shape[1] // 2
-        earlier, later = Block(0, 2 * length, 0, length), Block(length, 2 * length, 0, 2 * length)
+        earlier, later = KeyBlock(0, 2 * length, 0, length), KeyBlock(length, 2 * length, 0, 2 * length)
         ranks = [self._rank(step) for step in range(1, self.axis.size)]
         return [[(own_block(q), None)], *[[(earlier if rank < self.axis.index else later, None)] for rank in ranks]]
 
     def masked_steps(self, q: Any, documents: Any, window: int | None) -> list[Step]:
         length = q.shape[1] // 2
 
-        def blocks(rank: int) -> Iterator[tuple[Block, Any]]:
+        def blocks(rank: int) -> Iterator[tuple[KeyBlock, Any]]:
             for place, segment in enumerate(self.segments):
                 reach = 0 if window is None else segment * length - window + 1
                 # Reversed: in its first block, a query attends to itself.
@@ -436,7 +432,7 @@ class RingKeys(SharedKeys):
                     if other <= segment and stop_key > reach:
                         ranges = (at * length for at in (place, place + 1, key_place, key_place + 1))
                         mask = segment_mask(q, documents, segment * length, other * length, stop_key, window)
-                        yield Block(*ranges), mask
+                        yield KeyBlock(*ranges), mask
 
         return [[*blocks(self._rank(step))] for step in range(self.axis.size)]
 
@@ -452,9 +448,9 @@ class RingKeys(SharedKeys):
         return (self.axis.index - step) % self.axis.size
 
 
-def own_block(q: Any) -> Block:
+def own_block(q: Any) -> KeyBlock:
     """Return the block of all queries with the keys of the same tokens."""
-    return Block(0, q.shape[1], 0, q.shape[1], causal=True)
+    return KeyBlock(0, q.shape[1], 0, q.shape[1], causal=True)
 
 
 async def gathered_keys(k: Any, v: Any, axis: Any) -> tuple[Any, Any]:
@@ -576,7 +572,7 @@ class SharedAttention:
         pending, self.received, self.keys = self.received, None, None
         return pending
 
-    def _add(self, results: Any, q: Any, keys: Any, block: Block, mask: Any) -> Any:
+    def _add(self, results: Any, q: Any, keys: Any, block: KeyBlock, mask: Any) -> Any:
         """Return the results of a block, combined with earlier results in the dtype of the statistics."""
         out, statistics = block_attention(q, *keys.unbind(), mask, block, self.scale)
         if results is None and block.stop - block.first == q.shape[1]:

@@ -267,4 +267,5 @@ class Conv2dSpec(LayerSpec):
         layer.product = ProductContext(layer.weights, self.operation, contracted, produced, inner_split=split)
 
     async def forward(self, layer: BoundLayer, x_BHWC: Any) -> Any:
-        return await multiply(x_BHWC, layer.weight, layer.bias if self.bias else None, layer.product)
+        bias = layer.bias if self.bias else None
+        return await multiply(x_BHWC, layer.weight, bias, layer.product, layer.current_pass)

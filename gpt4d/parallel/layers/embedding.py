@@ -9,8 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from gpt4d.parallel.functions import Function
-from gpt4d.parallel.kernels import kernel, wide_dtype
+from gpt4d.parallel.kernels import Function, kernel, wide_dtype
 from gpt4d.parallel.layers.activations import silu
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.linear import LinearSpec

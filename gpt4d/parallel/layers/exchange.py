@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 from gpt4d.parallel.comm.pending import Pending
 from gpt4d.parallel.engine.interleave import YieldPoint
-from gpt4d.parallel.functions import Function
+from gpt4d.parallel.kernels import Function
 from gpt4d.parallel.layers.product import FEATURES, TOKENS, placeholder, start_gather, start_scatter
 
 
-class Exchange(Protocol):
+class ActivationExchange(Protocol):
     """The collectives of one activation and of its gradient."""
 
     def start(self, sent: Any) -> Any:
@@ -74,7 +74,7 @@ class Exchanges:
         exchanges: activations, each with its exchange.
     """
 
-    def __init__(self, *exchanges: tuple[Any, Exchange]):
+    def __init__(self, *exchanges: tuple[Any, ActivationExchange]):
         self._sent = [(SentFunction.apply(tensor, exchange), exchange) for tensor, exchange in exchanges]
         self._pending = [exchange.start(tensor.detach()) for tensor, exchange in exchanges]
 
@@ -84,8 +84,8 @@ class Exchanges:
         return [ReceivedFunction.apply(tensor, arrival.wait(), exchange) for (tensor, exchange), arrival in pairs]
 
 
-async def exchanged(*exchanges: tuple[Any, Exchange]) -> list[Any]:
-    """Exchange activations at the same time, each with its exchange."""
+async def exchanged(*exchanges: tuple[Any, ActivationExchange]) -> list[Any]:
+    """ActivationExchange activations at the same time, each with its exchange."""
     return await Exchanges(*exchanges).received()
 
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from gpt4d.parallel.functions import Function
-from gpt4d.parallel.kernels import Symbolic, kernel
+from gpt4d.parallel.context import Pass
+from gpt4d.parallel.kernels import Function, Symbolic, kernel
 from gpt4d.parallel.layers.exchange import AllToAll, Exchanges, Summed, SummedGradient, exchanged
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
-from gpt4d.parallel.layers.matmul import matmul, product
+from gpt4d.parallel.layers.linear import matmul, product
 from gpt4d.parallel.layers.product import TOKENS, ProductContext, Recomputable, multiply, start_gather
 from gpt4d.parallel.layers.routing import Routing
 from gpt4d.parallel.layout import Layout, Matrices, ParameterSpec
@@ -296,8 +296,9 @@ class ExpertsSpec(LayerSpec):
     ) -> Any:
         """Return the output. ``other`` is another layer, which computes while rows travel; its output is added."""
         weights, grid = layer.weights, layer.context.grid
-        x, y, alone, splits = grid.x, grid.y, grid.axis(None), layer.weights.splits_tokens
-        ranks = layer.context.expert_axis
+        x, y, alone, ranks = grid.x, grid.y, grid.axis(None), layer.context.expert_axis
+        current = layer.current_pass
+        splits = current.splits_tokens
         weights_TK, experts_TK = routing
         if x.size > 1:
             inputs = (x_TH, SummedGradient(x, splits)), (weights_TK, SummedGradient(x, splits))
@@ -328,12 +329,13 @@ class ExpertsSpec(LayerSpec):
             rows = SelectedRowsFunction.apply(rows, own.order, own.place, 1)
             row_weights = SelectedRowsFunction.apply(row_weights, own.order, own.place, 1)
         products = GroupedMatmul(own.rows)
-        gate_and_up = await multiply(rows, layer.up, None, ProductContext(weights, products, y, alone, later=later))
+        first = ProductContext(weights, products, y, alone, later=later)
+        gate_and_up = await multiply(rows, layer.up, None, first, current)
         del rows
-        act = _activated(weights, gate_and_up, row_weights)
+        act = _activated(current, gate_and_up, row_weights)
         del gate_and_up, row_weights
         second = ProductContext(weights, products, alone, y, transposed=True, later=later)
-        out = await multiply(act, layer.down, None, second)
+        out = await multiply(act, layer.down, None, second, current)
         if transfer:
             out = SelectedRowsFunction.apply(out, own.place, own.order, 1)
             (out,) = await exchanged((out, AllToAll(ranks, transfer.received, transfer.sent)))
@@ -373,10 +375,10 @@ def equal_shares(total: int, ranks: int) -> list[int]:
     return [total // ranks + (rank < total % ranks) for rank in range(ranks)]
 
 
-def _activated(weights: Any, gate_and_up: Any, row_weights: Any) -> Any:
+def _activated(current: Pass, gate_and_up: Any, row_weights: Any) -> Any:
     """Return the input of the second product, which is recomputed if products do not keep such inputs."""
     act = WeightedSwigluFunction.apply(gate_and_up, row_weights)
-    if not weights.recomputes_inputs:
+    if not current.recompute_inputs:
         return act
     saved = gate_and_up.detach(), row_weights.detach()
     return Recomputable(act, lambda: weighted_swiglu(*saved))

@@ -22,8 +22,7 @@ from gpt4d.config import ConfigError
 from gpt4d.parallel.comm.pending import Pending
 from gpt4d.parallel.compile import fused
 from gpt4d.parallel.kernels import kernel
-from gpt4d.parallel.layers.product import add_gradient_, cast_to
-from gpt4d.parallel.layout import ParameterSpec
+from gpt4d.parallel.layers.product import add_gradient_
 from gpt4d.parallel.lazy import torch
 
 VALUES, GRADIENTS = "float8_e4m3fn", "float8_e5m2"
@@ -189,35 +188,13 @@ def _matrix(d_out_BN: Any, x_BK: Any) -> Any:
     return d_out_BN.flatten(len(x_BK.shape) - 1).flatten(0, -2)
 
 
-def is_float8(spec: ParameterSpec, context: Any) -> bool:
-    """Return whether a weight is gathered, and multiplied, in float8."""
-    return context.float8 and spec.float8
-
-
-def start_weight_gather(shard: Any, spec: ParameterSpec, axis: Any, context: Any, parameter: Any = None) -> Pending:
-    """Start the all-gather of a weight over an axis: in the compute dtype, or packed in float8.
+def start_packed_gather(shard: Any, axis: Any, parameter: Any) -> Pending:
+    """Start the all-gather of a weight, packed in float8, over the axis that splits its rows, innermost.
 
     Args:
-        shard: this rank's shard of the weight.
-        spec: the weight.
-        axis: the axis that splits its rows, innermost.
-        context: the context of its stage.
+        shard: this rank's shard of the weight, in the compute dtype.
+        axis: the axis.
         parameter: the weight as it is reported.
     """
-    # Sharded optimizer states leave rows that are rounded to the compute dtype (gpt4d.parallel.gradient_reducer). All
-    # rows are rounded to it before they are rounded to float8, so that ranks of data have equal weights.
-    local, rows = cast_to(shard, context.compute_dtype), shard.shape[0]
-    if not is_float8(spec, context):
-        return axis.start_all_gather(local, parameter=parameter)
-    pending = axis.start_all_gather(packed(local, scale(local, VALUES)), parameter=parameter)
+    pending, rows = axis.start_all_gather(packed(shard, scale(shard, VALUES)), parameter=parameter), shard.shape[0]
     return pending if axis.size == 1 else pending.then(lambda shards: joined(shards, axis.size, rows))
-
-
-def gathered(weight: Any, spec: ParameterSpec, context: Any) -> Any:
-    """Return a symbolic tensor without memory with the shape and dtype of a gathered weight.
-
-    ``weight``: the unsharded weight in the dtype of its master.
-    """
-    if not is_float8(spec, context):
-        return weight.like(dtype=context.compute_dtype)
-    return weight.like((math.prod(weight.shape) + SCALE_BYTES,), "uint8")

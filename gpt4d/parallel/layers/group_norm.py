@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
-from gpt4d.parallel.functions import Function
-from gpt4d.parallel.kernels import kernel, wide_dtype
+from gpt4d.parallel.kernels import Function, kernel, wide_dtype
 from gpt4d.parallel.layers import sharding
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.product import Recomputable
@@ -332,7 +331,7 @@ class GroupNormSpec(LayerSpec):
         size = sum(self.channels) // self.groups
         settings = layer.groups, size, layer.axis, self.epsilon, self.activates
         out = GroupNormFunction.apply(x, layer.weight, layer.bias, scale, shift, *settings)
-        if not layer.weights.recomputes_inputs:
+        if not layer.current_pass.recompute_inputs:
             return out
         return Recomputable(out, partial(self._recompute, x.detach(), out.grad_fn))
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from gpt4d.parallel.functions import Function, TorchFunction
-from gpt4d.parallel.kernels import kernel, planned_kernel
+from gpt4d.parallel.kernels import Function, TorchFunction, kernel, planned_kernel
 from gpt4d.parallel.layers import sharding
 from gpt4d.parallel.layers.exchange import GatheredFeatures, exchanged
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
+from gpt4d.parallel.context import Context, Pass
 from gpt4d.parallel.layout import ParameterSpec
 
 
@@ -21,12 +22,14 @@ class BoundLayer(Protocol):
     Attributes:
         context: grid and settings of the stage.
         weights: the weights of the stage, which the layer gathers.
-        training: whether dropout is active.
+        current_pass: how the current forward computes.
     """
 
-    context: Any
+    context: Context
     weights: Any
-    training: bool
+
+    @property
+    def current_pass(self) -> Pass: ...
 
     def __getattr__(self, name: str) -> Any: ...
 

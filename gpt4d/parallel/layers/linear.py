@@ -2,27 +2,86 @@
 
 Shapes: B: any number of batch dims. K and N: this rank's input features and output features. A concatenation of
 activations whose channels are split needs no communication.
+
+On x86 processors oneDNN computes float32 products, because it uses AVX-512 on every processor that has it. ``torch.mm``
+calls MKL, which uses AVX-512 on Intel's processors only; on AMD's, oneDNN is more than twice as fast.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import platform
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
-from gpt4d.parallel.functions import TorchFunction
-from gpt4d.parallel.kernels import block_rows, kernel, planned_kernel
+from gpt4d.parallel.kernels import TorchFunction, block_rows, kernel, planned_kernel
 from gpt4d.parallel.layers import sharding
 from gpt4d.parallel.layers.float8 import Float8Matmul
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.lora import Adapter, AdapterSpec
-from gpt4d.parallel.layers.matmul import matmul, product
 from gpt4d.parallel.layers.product import FEATURES, Operation, ProductContext, multiply
 from gpt4d.parallel.layers.sharding import Axes
 from gpt4d.parallel.layout import Layout, Matrices, ParameterSpec
 from gpt4d.parallel.lazy import torch
+
+_MIN_FLOPS = 1 << 22  # minimum size of a product for oneDNN, which takes 15 us longer to start than MKL
+
+
+@cache
+def _one_dnn_linear() -> Callable | None:
+    """Return oneDNN's ``x @ weight.T + bias`` on dense tensors; None if torch does not provide it."""
+    if platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():
+        return None
+    # torch.compile uses this private operation; torch has no public name for it.
+    return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return ``a @ b + bias`` of matrices, without a gradient."""
+    if a.dtype == torch.float32 and a.is_cpu and 2 * a.numel() * b.shape[1] >= _MIN_FLOPS:
+        one_dnn = _one_dnn_linear()
+        if one_dnn is not None:
+            # oneDNN copies a first factor that is not contiguous. For the gradient of logits, exchange the factors.
+            if bias is None and not a.is_contiguous() and a.numel() > b.numel() + a.shape[0] * b.shape[1]:
+                return one_dnn(b.t(), a, None, "none", [], "").t().contiguous()
+            return one_dnn(a, b.t(), bias, "none", [], "")
+    return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+
+
+def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, added_to: torch.Tensor | None = None) -> torch.Tensor:
+    """Return ``a @ b`` accumulated in ``dtype``: the matrices may be bf16 and their product float32.
+
+    If ``added_to``, a matrix of that dtype, is given, the product is added to it in place and the sum is returned. On a
+    GPU the kernel of the product adds it. ROCm's libraries support no output of another dtype. There, the product of
+    bf16 matrices is rounded to bf16 once.
+    """
+    if a.is_cpu:
+        return _wide_product(a, b, dtype, added_to)
+    if a.dtype != dtype and torch.version.hip:
+        result = a @ b
+    elif added_to is None:
+        return a @ b if a.dtype == dtype else torch.mm(a, b, out_dtype=dtype)
+    elif a.dtype == dtype:
+        return added_to.addmm_(a, b)
+    else:
+        return torch.addmm(added_to, a, b, out_dtype=dtype, out=added_to)
+    return result.to(dtype) if added_to is None else added_to.add_(result)
+
+
+def _wide_product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, added_to: torch.Tensor | None) -> torch.Tensor:
+    """Compute ``product`` on a CPU: convert both matrices to ``dtype``, ``a`` in blocks of rows."""
+    if a.dtype == dtype:
+        return matmul(a, b) if added_to is None else added_to.add_(matmul(a, b))
+    wide, rows = b.to(dtype), block_rows(a.shape[1])
+    if added_to is None and len(a) <= rows:
+        return matmul(a.to(dtype), wide)
+    result = a.new_empty(len(a), b.shape[1], dtype=dtype) if added_to is None else added_to
+    for out, part in zip(result.split(rows), a.split(rows), strict=True):
+        block = matmul(part.to(dtype), wide)
+        out.copy_(block) if added_to is None else out.add_(block)
+    return result
 
 
 def _rows(x_BK) -> int:
@@ -43,12 +102,12 @@ def _as_rows(x: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 @kernel(
-    lambda x_BK, weight, bias, transposed: x_BK.like(
+    lambda x_BK, weight, bias, transposed=False: x_BK.like(
         (*x_BK.shape[:-1], *(weight.shape[:1] if transposed else weight.shape[1:]))
     ),
     flops=lambda x_BK, weight, *_: 2 * _rows(x_BK) * math.prod(weight.shape),
 )
-def linear(x_BK, weight, bias, transposed: bool):
+def linear(x_BK, weight, bias, transposed: bool = False):
     """Return ``x·W + b`` with a weight [K, *N], or [N, K] if ``transposed``, as an embedding is."""
     w = _matrix(weight)
     out = matmul(_as_rows(x_BK, x_BK.shape[-1]), w.t() if transposed else w, None if bias is None else bias.flatten())
@@ -59,17 +118,17 @@ def linear(x_BK, weight, bias, transposed: bool):
 
 @kernel(
     lambda d_out_BN, weight, x_BK, *_: x_BK.like(),
-    flops=lambda d_out_BN, weight, x_BK, _: 2 * _rows(x_BK) * math.prod(weight.shape),
+    flops=lambda d_out_BN, weight, x_BK, *_: 2 * _rows(x_BK) * math.prod(weight.shape),
     unread=("x_BK",),
 )
-def linear_input_gradient(d_out_BN, weight, x_BK, transposed: bool):
+def linear_input_gradient(d_out_BN, weight, x_BK, transposed: bool = False):
     """Return the gradient of the input, in the shape of ``x_BK``."""
     w = _matrix(weight) if transposed else _matrix(weight).t()
     d_x = matmul(_as_rows(d_out_BN, w.shape[0]), w)
     return d_x if x_BK.dim() == 2 else d_x.view(x_BK.shape)
 
 
-def _temporary_bytes(d_out_BN, x_BK, weight, added_to, transposed: bool) -> int:
+def _temporary_bytes(d_out_BN, x_BK, weight, added_to, transposed: bool = False) -> int:
     """Return the bytes of factors that a CPU converts, the first factor in blocks of rows, and of a block's product."""
     if not weight.is_cpu:
         return 0
@@ -83,7 +142,7 @@ def _temporary_bytes(d_out_BN, x_BK, weight, added_to, transposed: bool) -> int:
     return (converted + product) * weight.itemsize
 
 
-def _linear_weight_gradient_results(d_out_BN, x_BK, weight, added_to, transposed: bool):
+def _linear_weight_gradient_results(d_out_BN, x_BK, weight, added_to, transposed: bool = False):
     rows = x_BK.shape[-1] * math.prod(d_out_BN.shape) // _rows(x_BK) // math.prod(weight.shape[1:])
     return added_to or weight.like((rows, *weight.shape[1:]))
 
@@ -94,7 +153,7 @@ def _linear_weight_gradient_results(d_out_BN, x_BK, weight, added_to, transposed
     unread=("weight",),
     temporary=_temporary_bytes,
 )
-def linear_weight_gradient(d_out_BN, x_BK, weight, added_to, transposed: bool):
+def linear_weight_gradient(d_out_BN, x_BK, weight, added_to, transposed: bool = False):
     """Return the gradient of the gathered weight in the dtype of its shard ``weight``, added to ``added_to`` if given.
 
     On a GPU the kernel of the product adds it. On a CPU both factors are first converted to the dtype of the weight.
@@ -109,20 +168,23 @@ def linear_weight_gradient(d_out_BN, x_BK, weight, added_to, transposed: bool):
     return added_to
 
 
-@dataclass(frozen=True)
 class Matmul:
-    """``x @ weight`` (gpt4d.parallel.layers.product.Operation) with a weight [K, *N], or [N, K] as an embedding is."""
+    """``x @ weight`` (gpt4d.parallel.layers.product.Operation) with a weight [K, *N]."""
 
-    transposed_storage: bool = False
+    forward, input_gradient, weight_gradient = linear, linear_input_gradient, linear_weight_gradient
+
+
+class EmbeddingMatmul:
+    """``x @ weight.T`` (gpt4d.parallel.layers.product.Operation) with an embedding [N, K]."""
 
     def forward(self, x_BK, weight, bias):
-        return linear(x_BK, weight, bias, self.transposed_storage)
+        return linear(x_BK, weight, bias, True)
 
     def input_gradient(self, d_out_BN, weight, x_BK):
-        return linear_input_gradient(d_out_BN, weight, x_BK, self.transposed_storage)
+        return linear_input_gradient(d_out_BN, weight, x_BK, True)
 
-    def weight_gradient(self, d_out_BN, x_BK, weight, added_to=None):
-        return linear_weight_gradient(d_out_BN, x_BK, weight, added_to, self.transposed_storage)
+    def weight_gradient(self, d_out_BN, x_BK, weight, added_to):
+        return linear_weight_gradient(d_out_BN, x_BK, weight, added_to, True)
 
 
 @dataclass(frozen=True)
@@ -250,7 +312,7 @@ class LinearSpec(LayerSpec):
         bias = layer.bias if self.bias else None
         if bias is not None and not self.bias_gradient:
             bias = bias.detach()
-        return await multiply(x_BK, layer.weight, bias, layer.product, layer.adapter)
+        return await multiply(x_BK, layer.weight, bias, layer.product, layer.current_pass, layer.adapter)
 
 
 @dataclass(frozen=True)
@@ -259,10 +321,10 @@ class TiedHeadSpec(LayerSpec):
 
     def prepare(self, layer: BoundLayer) -> None:
         grid = layer.context.grid
-        layer.product = ProductContext(layer.weights, Matmul(transposed_storage=True), grid.y, grid.x)
+        layer.product = ProductContext(layer.weights, EmbeddingMatmul(), grid.y, grid.x)
 
     async def forward(self, layer: BoundLayer, x_BK: Any, embedding: Any) -> Any:
-        return await multiply(x_BK, embedding, None, layer.product)
+        return await multiply(x_BK, embedding, None, layer.product, layer.current_pass)
 
 
 @planned_kernel

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 from gpt4d.parallel import compile
 from gpt4d.parallel.comm.pending import MAX
 from gpt4d.parallel.compile import fused
+from gpt4d.parallel.context import Pass
 from gpt4d.parallel.engine.interleave import join
-from gpt4d.parallel.functions import Function, TorchFunction
-from gpt4d.parallel.kernels import kernel, num_blocks, planned_kernel, wide_dtype
+from gpt4d.parallel.kernels import Function, TorchFunction, kernel, num_blocks, planned_kernel, wide_dtype
 from gpt4d.parallel.layers.product import TOKENS, ProductContext, start_gather, start_scatter
 from gpt4d.parallel.lazy import torch
 
@@ -444,6 +444,7 @@ def head_loss(
     targets_T: Any,
     vocabulary: int,
     context: ProductContext,
+    current: Pass,
     num_chunks: int,
     masked: bool = False,
     losses: list[Any] | None = None,
@@ -456,11 +457,11 @@ def head_loss(
         targets_T: ids of the tokens to predict, in the order of ``TokenIndex.gathered``.
         vocabulary: size of the vocabulary; the remaining columns of the logits are padding.
         context: the head's product context.
+        current: the pass that computes it.
         num_chunks: number of chunks of the tokens, computed sequentially.
         masked: tokens with a negative target are ignored.
         losses: the losses of the tokens of each chunk are appended to this list.
     """
-    split = context.splits()[0] is not None
-    records = context.weights.records_gradients
-    call = _HeadLossCall(weight, targets_T, vocabulary, context, num_chunks, masked, split, records, losses)
+    split = context.splits[current.splits_tokens][0] is not None
+    call = _HeadLossCall(weight, targets_T, vocabulary, context, num_chunks, masked, split, current.records, losses)
     return HeadLossFunction.apply(x_TH, weight, call)

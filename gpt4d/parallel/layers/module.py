@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from gpt4d.parallel.context import INFERENCE, Pass
 from gpt4d.parallel.layers.layer import LayerSpec, LayersSpec
 from gpt4d.parallel.sharded_weights import ShardedWeights
 
@@ -21,6 +23,10 @@ class Layer(nn.Module):
             self.add_module(name, _module(layer, weights))
         self.__dict__.update(self._modules)  # torch looks into its ``_modules`` last, which takes longer
         spec.prepare(self)
+
+    @property
+    def current_pass(self) -> Pass:
+        return self.context.training if torch.is_grad_enabled() else INFERENCE
 
     def forward(self, *inputs: Any) -> Any:
         return self.spec.forward(self, *inputs)

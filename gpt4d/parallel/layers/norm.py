@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from gpt4d.parallel.functions import Function
-from gpt4d.parallel.kernels import kernel, wide_dtype
+from gpt4d.parallel.kernels import Function, kernel, wide_dtype
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.product import Recomputable, cast_to
 from gpt4d.parallel.layout import Layout, ParameterSpec
@@ -297,7 +296,7 @@ class NormSpec(LayerSpec):
 
     def forward(self, layer: BoundLayer, x: Any, branch: Any = None) -> tuple[Any, Any]:
         stream, out = self.apply(layer, x, branch)
-        if not layer.weights.recomputes_inputs:
+        if not layer.current_pass.recompute_inputs:
             return stream, out
         return stream, Recomputable(out, partial(self.recompute, layer, stream.detach(), out.grad_fn))
 

@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
+from gpt4d.parallel.context import Pass
 from gpt4d.parallel.engine.interleave import YieldPoint
-from gpt4d.parallel.functions import Function
-from gpt4d.parallel.kernels import kernel
+from gpt4d.parallel.kernels import Function, kernel
 from gpt4d.parallel.layers import sharding
+from gpt4d.parallel.layers.layer import BoundLayer
 from gpt4d.parallel.lazy import torch
 
 
@@ -34,16 +35,16 @@ class Recomputable(NamedTuple):
     again: Callable[[], Any]
 
 
-def recomputable(weights: Any, function: Callable[[Any], Any], x: Any) -> Any:
+def recomputable(layer: BoundLayer, function: Callable[[Any], Any], x: Any) -> Any:
     """Return ``function(x)`` as the input of a product, which does not save the input if it is recomputable.
 
     Args:
-        weights: the weights of the layers' stage, which decide whether the input is recomputable.
+        layer: the layer of the product, whose pass decides whether the input is recomputable.
         function: an elementwise function.
         x: the function's input, which the function saves for its backward.
     """
     out = function(x)
-    return Recomputable(out, partial(function, x.detach())) if weights.recomputes_inputs else out
+    return Recomputable(out, partial(function, x.detach())) if layer.current_pass.recompute_inputs else out
 
 
 def mapped(given: Any, function: Callable[[Any], Any]) -> Any:
@@ -154,16 +155,13 @@ class ProductContext:
     # The caller exchanges the input's gradient and computes the weight's gradient during the exchange.
     later: list[Callable[[], None]] | None = None
 
-    def splits(self) -> tuple[int | None, int | None]:
-        """Return the dim of the input that ``produced`` splits and the dim of the output that ``contracted`` splits.
-
-        The layer all-gathers such an input and reduce-scatters such an output. None: the axis splits no such dim.
-        """
-        return self._splits[self.weights.splits_tokens]
-
     @cached_property
-    def _splits(self) -> tuple[tuple[int | None, int | None], ...]:
-        """The results of ``splits`` if x does not split the tokens, and if it does."""
+    def splits(self) -> tuple[tuple[int | None, int | None], ...]:
+        """The dim of the input that ``produced`` splits and the dim of the output that ``contracted`` splits.
+
+        The layer all-gathers such an input and reduce-scatters such an output. None: the axis splits no such dim. The
+        first pair is for a pass in which x does not split the tokens, and the second pair for a pass in which it does.
+        """
         sides = [sharding.sides(stream, self.inner_split, self.transposed) for stream in (None, TOKENS)]
         reduced, summed = self.produced.size > 1, self.contracted.size > 1
         return tuple((before if reduced else None, after if summed else None) for before, after in sides)
@@ -349,7 +347,7 @@ class ScatteredOutputFunction(Function):
 
 
 async def multiply(
-    given: Any, weight: Any, bias: Any | None, context: ProductContext, adapter: Any | None = None
+    given: Any, weight: Any, bias: Any | None, context: ProductContext, current: Pass, adapter: Any | None = None
 ) -> Any:
     """Return the output [B, N] of a layer for one chunk.
 
@@ -358,15 +356,16 @@ async def multiply(
         weight: the layer's weight, as its parameter.
         bias: the layer's bias. Its gradient is computed here if it requires one.
         context: the layer's product context.
+        current: the pass that computes it.
         adapter: the layer's low-rank adapter (gpt4d.parallel.layers.lora); its input must have a gradient.
     """
     x_BK, again = given if isinstance(given, Recomputable) else (given, None)
-    weights, (input_split, output_split) = context.weights, context.splits()
+    weights, (input_split, output_split) = context.weights, context.splits[current.splits_tokens]
     if input_split is not None:
         again = None  # a gathered input is saved, because its recomputation needs a second all-gather
-    separate_input = context.produced.size > 1 or weights.recomputes
+    separate_input = context.produced.size > 1 or current.recompute
     call = ProductCall(context, weight, bias, input_split, output_split, again, separate_input, adapter)
-    if not separate_input and context.contracted.size == weights.num_chunks == 1:
+    if not separate_input and context.contracted.size == current.num_chunks == 1:
         return ProductFunction.apply(x_BK, weight, bias, call)
     if separate_input:
         x_BK = InputFunction.apply(x_BK, call)

@@ -8,11 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from gpt4d.parallel.functions import Function
-from gpt4d.parallel.kernels import kernel, wide_dtype
+from gpt4d.parallel.kernels import Function, kernel, wide_dtype
 from gpt4d.parallel.layers.exchange import Summed, exchanged
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
-from gpt4d.parallel.layers.matmul import matmul
+from gpt4d.parallel.layers.linear import matmul
 from gpt4d.parallel.layers.sequence import TokenIndex
 from gpt4d.parallel.layout import Layout, ParameterSpec
 from gpt4d.parallel.lazy import torch
@@ -201,7 +200,7 @@ class RouterSpec(LayerSpec):
     microbatches. Padding takes part neither in losses nor in loads. With ``balance="bias"``, a bias is added to the
     scores for the choice of experts only. After each step it grows by ``balance_rate`` for an expert with less than the
     mean load, and falls by it for an expert with more (Wang et al., 2024). ``state`` [E] is the load or the bias. The
-    step updates it (gpt4d.parallel.routers).
+    step updates it (gpt4d.step.Routers).
 
     Attributes:
         hidden: features of the residual stream.
@@ -238,7 +237,7 @@ class RouterSpec(LayerSpec):
             (logits_TE,) = await exchanged((logits_TE, Summed(y)))
         bias_E, load_E = (layer.state, None) if self.balance == "bias" else (None, layer.state)
         experts_TK = chosen_experts(logits_TE.detach(), bias_E, self.scoring)
-        if weights.records_gradients and not weights.recomputing:
+        if layer.current_pass.records and not weights.recomputing:
             sums = routing_statistics(logits_TE.detach(), experts_TK, tokens.unpadded, self.scoring)
             weights.add_statistics(layer, sums)
         if not self.balance_rate:

@@ -100,8 +100,6 @@ class StageRuntime:
         stage.weights.schedule.begin(plan.weights, plan.weight_contributions)
         # The first stage finishes last. Reductions on other stages delay the gradient that it waits for.
         self.reducer.begin(plan.contributions, overlaps_backward=stage.index == 0)
-        if not stage.module.training:
-            stage.module.train()
         step = _Step(self, batches, divisor, stage.exchange, mode)
         step.run(plan.program[: plan.last_transfer])
         copies = _GradientsOfCopies(self.stage, mode) if stage.exchange else None
@@ -137,7 +135,6 @@ class StageRuntime:
             self._evaluations[microbatches] = program, schedule.plan(weight_order(actions, stage.layer_weights))
         program, plan = self._evaluations[microbatches]
         schedule.begin(plan)
-        stage.module.eval()
         with torch.no_grad():
             step = _Step(self, batches, 1.0, stage.evaluation_exchange, EAGER)
             step.run(program)

@@ -32,11 +32,6 @@ def single_stage(microbatches: int) -> Order:
     return [Action(kind, microbatch) for microbatch in range(microbatches) for kind in "FB"]
 
 
-def forward_only(microbatches: int) -> Order:
-    """Return the order of an evaluation, F0 F1 and so on."""
-    return [Action("F", microbatch) for microbatch in range(microbatches)]
-
-
 def gpipe(stages: int, microbatches: int) -> list[Order]:
     """Return the orders of GPipe: all forwards, then all backwards, with every microbatch in flight."""
     return [_alternating(_of_stage(stage, microbatches), microbatches) for stage in range(stages)]

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from gpt4d.config import GridSizes
 from gpt4d.parallel.comm.pending import SUM, Pending
-from gpt4d.parallel.context import Context
+from gpt4d.parallel.context import INFERENCE, Context, Pass
 from gpt4d.parallel.engine.reduction import Bucket, GradientSums, default_bucket_bytes, gradient_buckets
-from gpt4d.parallel.layers.float8 import gathered, start_weight_gather
+from gpt4d.parallel.layers.float8 import SCALE_BYTES
 from gpt4d.parallel.layers.layer import LayerSpec
 from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.symbolic.costs import Computation
@@ -119,8 +119,6 @@ class SymbolicGrid:
 class SymbolicLayer:
     """A layer on symbolic tensors, built from its spec. It replaces gpt4d.parallel.layers.module.Layer."""
 
-    training = True
-
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
@@ -132,6 +130,10 @@ class SymbolicLayer:
         for name, layer in spec.children.items():
             setattr(self, name, type(self)(layer, weights, f"{prefix}{name}."))
         spec.prepare(self)
+
+    @property
+    def current_pass(self) -> Pass:
+        return self.context.training if self.weights.device.records else INFERENCE
 
     def __call__(self, *inputs: Any) -> Any:
         return self.spec.forward(self, *inputs)
@@ -167,10 +169,6 @@ class SymbolicWeights(Weights):
         self._shapes = {name: shapes[id(spec)] for name, spec in parameters.items()}
         self.reduction = SymbolicReduction(weakref.proxy(self), gradient_bytes, shard_states)
 
-    @property
-    def records_gradients(self) -> bool:
-        return self.device.records
-
     def add_statistics(self, layer: Any, values: SymbolicTensor) -> None: ...
 
     def _checkpointed(
@@ -201,7 +199,10 @@ class SymbolicWeights(Weights):
 
     def gathered(self, name: str) -> SymbolicTensor:
         """Return a weight as ``gather`` does, without memory."""
-        return gathered(self.unsharded(name), self.parameters[name], self.context)
+        weight, context = self.unsharded(name), self.context
+        if context.float8 and self.parameters[name].float8:
+            return weight.like((math.prod(weight.shape) + SCALE_BYTES,), "uint8")
+        return weight.like(dtype=context.compute_dtype)
 
     def unsharded(self, name: str) -> SymbolicTensor:
         """Return a weight at this device's (x, y) coordinates in the dtype of its master, without memory."""
@@ -242,7 +243,7 @@ class _SymbolicWeightDevice:
         weights = self.weights
         weights.reduction.sums.wait_rows(weight)
         shard, spec = weights.shard(weight).detach(), weights.parameters[weight]
-        return start_weight_gather(shard, spec, self._axis(weight), weights.context)
+        return weights.start_gather(shard, spec, self._axis(weight))
 
     def start_scatter(self, weight: str, gradient: SymbolicTensor) -> Pending:
         return self._axis(weight).start_reduce_scatter(gradient)

@@ -136,7 +136,7 @@ class SymbolicTensor(Symbolic):
         return returned[0] if len(returned) == 1 else tuple(returned)
 
     def run_function(self, function: Any, args: tuple) -> Any:
-        """Call a function (gpt4d.parallel.functions.Function) whose first argument is this tensor; record the call."""
+        """Call a function (gpt4d.parallel.kernels.Function) whose first argument is this tensor; record the call."""
         device = self.device
         node = _FunctionNode(device, function, args)
         records = device.records and any(node.needs_input_grad)

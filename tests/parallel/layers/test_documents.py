@@ -12,9 +12,8 @@ from gpt4d.parallel.engine.interleave import run_alone
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers import attention
 from gpt4d.parallel.layers.attention import AttentionSpec
-from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.module import Layer
-from gpt4d.parallel.layers.sequence import TokenIndex
+from gpt4d.parallel.layers.sequence import Documents, TokenIndex
 from gpt4d.parallel.sharded_weights import ShardedWeights
 from tests.parallel.layers.oracle import normal
 

@@ -17,6 +17,7 @@ from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.sharded_weights import ShardedWeights
+from gpt4d.plan import one_stage
 from gpt4d.step import build_stage
 from tests.parallel.layers.oracle import check_cases, fill, normal, part
 from tests.support.grids import bytes_planned, bytes_sent, full, metric_lines, sampled, train_in_rank
@@ -110,9 +111,10 @@ def test_shards_with_scales_of_their_own_are_joined_without_rounding_again():
 
 def test_a_weight_with_rows_that_sharded_states_have_rounded_has_the_same_float8_values():
     grid, weight = Grid.single_device(), normal(64, 64).float()
-    spec, context = LinearSpec(64, 64).parameters()["weight"], Context(grid, torch.bfloat16, float8=True)
+    spec = LinearSpec(64, 64).parameters()["weight"]
+    weights = ShardedWeights(Context(grid, torch.bfloat16, float8=True))
     exact, mixed = weight, torch.cat((weight[:32], weight[32:].bfloat16().float()))
-    gathered = [float8.start_weight_gather(shard, spec, grid.axis(None), context).wait() for shard in (exact, mixed)]
+    gathered = [weights.start_gather(shard, spec, grid.axis(None)).wait() for shard in (exact, mixed)]
     for one, other in zip(*(float8.unpacked(packed, 64) for packed in gathered), strict=True):
         assert torch.equal(one.float(), other.float())
 
@@ -139,7 +141,7 @@ SIZES = ["model.hidden=64", "train.seq_len=32"]
 
 def products_of_a_step(config, sizes) -> list:
     """Return the dtypes of the first factors and the results of the products of a forward and a backward."""
-    stage, calls = build_stage(config, Grid(sizes), torch.device("cpu")), []
+    stage, calls = build_stage(one_stage(config, sizes), Grid(sizes), torch.device("cpu")), []
     ids = torch.arange(64).view(2, 32)
     with patch.object(torch, "_scaled_mm", lambda *args, **options: checked_product(calls, *args, **options)):
         stage.module.loss_sum(ids, ids, torch.arange(2)).backward()

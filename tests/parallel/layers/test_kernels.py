@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpt4d.config import ConfigError
 from gpt4d.parallel import kernels
 from gpt4d.parallel.layers import attention_backends, experts
-from gpt4d.parallel.layers.matmul import matmul, product
+from gpt4d.parallel.layers.linear import matmul, product
 
 GPU = torch.device("cuda", 0)
 LARGE, SMALL = (256, 96, 160), (6, 5, 4)  # rows, contracted, columns

@@ -11,21 +11,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt4d.config import GridSizes, divisors
 from gpt4d.parallel import kernels
-from gpt4d.parallel.context import Context
+from gpt4d.parallel.context import Context, Pass
 from gpt4d.parallel.engine.interleave import run_alone
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers import sharding
 from gpt4d.parallel.layers.activations import gelu_of_biased
 from gpt4d.parallel.layers.attention import FusedAttentionSpec
 from gpt4d.parallel.layers.conv import Conv2dSpec
-from gpt4d.parallel.layers.documents import Documents
 from gpt4d.parallel.layers.embedding import PositionEmbeddingSpec, TokenEmbeddingSpec
 from gpt4d.parallel.layers.group_norm import GroupNormSpec
 from gpt4d.parallel.layers.linear import LinearSpec, TiedHeadSpec, concatenate
 from gpt4d.parallel.layers.loss import cross_entropy_sum
 from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layers.norm import AllHeadsNormSpec, BranchNormSpec, LayerNormFunction, LayerNormSpec, RMSNormSpec
-from gpt4d.parallel.layers.sequence import TokenIndex
+from gpt4d.parallel.layers.sequence import Documents, TokenIndex
 from gpt4d.parallel.layers.sharding import NORMAL, TRANSPOSED, Axes
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.sharded_weights import ShardedWeights
@@ -85,7 +84,7 @@ def norm_of_stream(sizes, kind, added):
 
 
 def norm_behind_a_branch(sizes, recomputes_inputs):
-    layer = Layer(BranchNormSpec(12), weights := weights_on(sizes, recompute_inputs=recomputes_inputs))
+    layer = Layer(BranchNormSpec(12), weights := weights_on(sizes, training=Pass(recompute_inputs=recomputes_inputs)))
     inputs = [(normal(4, 3, 12, seed=i), FEATURES) for i in range(2)]
 
     def plain(parameters, x, branch):

@@ -14,7 +14,7 @@ from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.resharding.transfer import ReshardingInFlight
 from gpt4d.parallel.symbolic.stage import SymbolicGrid, SymbolicLayer, SymbolicWeights
 from gpt4d.parallel.symbolic.tensor import SymbolicTensor, backward
-from gpt4d.plan import ParallelPlan
+from gpt4d.plan import ParallelPlan, one_stage
 from gpt4d.step import build_stage
 from gpt4d.validation import validate
 from tests.parallel.counting_device import CountedOperations, CountingDevice
@@ -95,7 +95,8 @@ def test_a_planned_microbatch_reads_and_writes_as_many_bytes_as_torch(configure_
     sizes = "model.features=64", "model.hidden=256", "model.wide=512", "model.narrow=128", "model.outputs=32"
     config, device = configure_model(*sizes), CountingDevice()
     device.compiled = False
-    description, stage = registry.describe(config.model), build_stage(config, Grid.single_device(), torch.device("cpu"))
+    description = registry.describe(config.model)
+    stage = build_stage(one_stage(config), Grid.single_device(), torch.device("cpu"))
     shapes, (part,), spec = ((32, 16, 64), (32, 16, 32)), stage.parts.values(), description.spec
     planned, batch = [SymbolicTensor(device, shape, "float32") for shape in shapes], [*map(torch.randn, shapes)]
     context = Context(SymbolicGrid(device, GridSizes()), "float32")
