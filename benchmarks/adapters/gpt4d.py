@@ -25,7 +25,7 @@ from gpt4d.config import Config, OptimConfig, OverlapConfig, ParallelConfig, Tra
 from gpt4d.model import registry
 from gpt4d.model.unet.config import UNetConfig
 from gpt4d.parallel import compile
-from gpt4d.parallel.engine.interleave import run_blocks
+from gpt4d.parallel.engine.interleave import Node, run_graph
 from gpt4d.parallel.engine.prefetch import weight_order
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.sequence import TokenIndex, own_segments
@@ -167,7 +167,8 @@ class Blocks:
 
     def step(self) -> Callable[[], dict]:
         self.weights.schedule.begin(self.plan)
-        x = run_blocks(self.model, [*self.blocks.values()], self.inputs.flatten(0, 1), self.tokens)
+        nodes = [Node(block, ("x",), "x") for block in self.blocks.values()]
+        x = run_graph(self.model, nodes, {"x": self.inputs.flatten(0, 1)}, "x", self.tokens)["x"]
         x.backward(self.upstream.flatten(0, 1))
         self.weights.finish()
         return self.collect_results

@@ -13,7 +13,7 @@ from benchmarks.settings import parse_grid
 from benchmarks.worker import Contender, share_process_groups
 from gpt4d.config import OverlapConfig
 from gpt4d.parallel.context import Context, Pass
-from gpt4d.parallel.engine.interleave import run_blocks
+from gpt4d.parallel.engine.interleave import Node, run_graph
 from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.exchange import Summed, exchanged
@@ -89,9 +89,10 @@ class Mixtures:
             for key, parameter in self.parameters.items():
                 parameter.copy_(work.weights[key][self._place(parameter)])
         self.reducer = GradientReducer(self.weights, self.parameters)
-        self.blocks = [partial(_call, block, index) for index, block in enumerate(self.module.layers.values())]
+        blocks = [partial(_call, block, index) for index, block in enumerate(self.module.layers.values())]
+        self.nodes = [Node(block, ("x",), "x") for block in blocks]
         tokens = work.place(grid.sample_shard, grid.sample_shards)
-        if context.sequence_parallel:
+        if context.training.splits_tokens:
             part = (tokens.stop - tokens.start) // grid.x.size
             first = tokens.start + grid.x.index * part
             tokens = slice(first, first + part)
@@ -106,7 +107,7 @@ class Mixtures:
 
     def forward_backward(self) -> None:
         self.reducer.begin({}, overlaps_backward=False)
-        self.output = run_blocks(self.module, self.blocks, self.inputs, self.routes)
+        self.output = run_graph(self.module, self.nodes, {"x": self.inputs}, "x", self.routes)["x"]
         self.output.backward(self.upstream)
         self.reducer.finish()
 

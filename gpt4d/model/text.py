@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gpt4d.model.description import STREAM
 from gpt4d.model.parts import Part
 from gpt4d.model.spec import ModelSpec
 from gpt4d.model.text_config import head, token_embedding
-from gpt4d.parallel.engine.interleave import join, run_alone, run_blocks
+from gpt4d.parallel.engine.interleave import Node, join, run_alone, run_graph
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec, LayersSpec
 from gpt4d.parallel.layers.linear import TiedHeadSpec
 from gpt4d.parallel.layers.loss import cross_entropy_sum, head_loss
@@ -114,7 +115,7 @@ class TextModelSpec(ModelSpec):
         tokens = tokens_of(model, sample_ids_B, ids_BS.shape[1], documents, complete=False)
         x_TH = self._stream(model, part, ids_BS, tokens, received)
         if not part.ends:
-            return {"stream": x_TH}
+            return {STREAM: x_TH}
         targets_T, vocabulary, chunks = tokens.gathered(targets_BS), self.config.vocab_size, model.context.loss_chunks
         losses: list[Any] | None = [] if with_token_losses else None
         if chunks == 1:
@@ -137,11 +138,10 @@ class TextModelSpec(ModelSpec):
     def _stream(
         self, model: BoundLayer, part: Part, ids_BS: Any, tokens: TokenIndex, received: Mapping[str, Any]
     ) -> Any:
-        """Return the residual stream after the blocks of a part, without keeping a reference to earlier values."""
-        blocks = [getattr(model.blocks, str(index)) for index in part.blocks]
-        if part.begins:
-            return run_blocks(model, blocks, self._embedded(model, ids_BS, tokens), tokens)
-        return run_blocks(model, blocks, received["stream"], tokens)
+        """Return the residual stream after the blocks of a part."""
+        blocks = [Node(getattr(model.blocks, str(index)), (STREAM,), STREAM) for index in part.blocks]
+        stream = {STREAM: self._embedded(model, ids_BS, tokens) if part.begins else received[STREAM]}
+        return run_graph(model, blocks, stream, (STREAM,), tokens)[STREAM]
 
     def _embedded(self, model: BoundLayer, ids_BS: Any, tokens: TokenIndex) -> Any:
         x_TH = model.tokens(ids_BS, tokens)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from gpt4d.config import GridSizes
 from gpt4d.parallel.comm.cpu import shared_memory
 from gpt4d.parallel.context import Context, Pass
-from gpt4d.parallel.engine.interleave import run_alone, run_blocks
+from gpt4d.parallel.engine.interleave import Node, run_alone, run_graph
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers import context_attention
 from gpt4d.parallel.layers.attention import AttentionSpec
@@ -182,7 +182,7 @@ def by_ranks(case: Case, ring: bool):
     async def block(x, tokens):
         return await layer(*x.split(widths, 2), tokens)
 
-    out = run_blocks(layer, [block], x.view_as(x), tokens).view_as(d_out)
+    out = run_graph(layer, [Node(block, ("x",), "x")], {"x": x.view_as(x)}, "x", tokens)["x"].view_as(d_out)
     out.backward(d_out)
     return out.detach(), x.grad, grid.context.traffic.read()["bytes"]
 

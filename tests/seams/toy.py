@@ -18,7 +18,7 @@ from gpt4d.model import registry
 from gpt4d.model.description import STREAM, Description, EdgeTensor, Tensors, units_of
 from gpt4d.model.family import Family
 from gpt4d.model.parts import Part
-from gpt4d.parallel.engine.interleave import run_alone, run_blocks
+from gpt4d.parallel.engine.interleave import Node, run_alone, run_graph
 from gpt4d.parallel.kernels import Function, TorchFunction, kernel, planned_kernel, wide_dtype
 from gpt4d.parallel.layers.activations import SwigluFunction
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec, LayersSpec
@@ -146,8 +146,9 @@ class ToySpec(LayerSpec):
             if skips:
                 tensors["classes"], tensors["mask"] = of_rows(rows_TF)
         for index in part.blocks:
-            x_TH, block = tensors.pop(STREAM), getattr(model.blocks, str(index))
-            x_TH = run_blocks(model, [block], joined(index, x_TH, tensors) if skips else x_TH)
+            x_TH, block = tensors.pop(STREAM), Node(getattr(model.blocks, str(index)), (STREAM,), STREAM)
+            inputs = {STREAM: joined(index, x_TH, tensors) if skips else x_TH}
+            x_TH = run_graph(model, [block], inputs, (STREAM,))[STREAM]
             tensors[STREAM] = x_TH
             if skips and index == 1:
                 tensors["halves"] = WeightedFunction.apply(x_TH, tensors["classes"])

@@ -88,18 +88,6 @@ class Node(NamedTuple):
     produces: str
 
 
-def run_blocks(layer: Any, blocks: Iterable[Any], x: Any, *others: Any) -> Any:
-    """Call blocks sequentially on the chunks of a microbatch and return the output of the last block.
-
-    Args:
-        layer: as for ``run_graph``.
-        blocks: coroutine functions from ``x`` and ``others`` to the next block's ``x``.
-        x: activations, split into chunks along dim 0.
-        others: as for ``run_graph``.
-    """
-    return run_graph(layer, [Node(block, ("x",), "x") for block in blocks], {"x": x}, ("x",), *others)["x"]
-
-
 def run_graph(
     layer: Any, nodes: Sequence[Node], tensors: Mapping[str, Any], results: Collection[str], *others: Any
 ) -> Tensors:
