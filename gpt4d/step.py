@@ -17,6 +17,7 @@ from gpt4d.model.init import initialize
 from gpt4d.optim.optimizer import Optimizer
 from gpt4d.parallel import compile, gradient_reducer
 from gpt4d.parallel.context import Context, layer_settings
+from gpt4d.parallel.cuda_graphs import StepGraphs
 from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import Grid, backend_of
 from gpt4d.parallel.layers import attention_backends, conv, float8
@@ -247,7 +248,8 @@ class TrainStep:
             zip(parameters, self.shards, strict=True), config, stage.grid, stage.weights.context.compute_dtype
         )
         self.routers = Routers(stage)
-        self.runtime = StageRuntime(stage, self.reducer, compute, cuda_graphs)
+        self.runtime = StageRuntime(stage, self.reducer, compute)
+        self.graphs = StepGraphs(stage, self.reducer, self.runtime.forward_backward) if cuda_graphs else None
 
     def __call__(
         self,
@@ -270,7 +272,8 @@ class TrainStep:
         """
         grid, device = self.stage.grid, self.stage.weights.device
         self.optimizer.set_learning_rate(lr)
-        loss = self.runtime.forward_backward(batches, microbatches, units, unpadded)
+        forward_backward = self.graphs.run if self.graphs else self.runtime.forward_backward
+        loss = forward_backward(batches, microbatches, units, unpadded)
         squared_norm = gradient_reducer.squared_norm(self._counted, device)
         stopping = torch.full((), float(stop), dtype=torch.float64, device=device)  # torch.tensor synchronizes
         totals = torch.stack((mask_replicas(loss, grid), squared_norm, stopping))
@@ -289,8 +292,14 @@ class TrainStep:
 
     def evaluate(self, batches: Iterable[Any], microbatches: int) -> torch.Tensor:
         """Return the loss summed over all samples of the job, float64, without training on them."""
+        self.release_graphs()
         loss = self.runtime.evaluate(batches, microbatches)
         return self.stage.grid.world.all_reduce(mask_replicas(loss, self.stage.grid))
+
+    def release_graphs(self) -> None:
+        """Free the memory of CUDA graphs for other work than steps."""
+        if self.graphs is not None:
+            self.graphs.release()
 
 
 def mask_replicas(loss: torch.Tensor, grid: Grid) -> torch.Tensor:

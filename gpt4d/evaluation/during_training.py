@@ -1,7 +1,7 @@
 """Evaluation of a model during its training, on the ranks that train it."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,7 +14,6 @@ from gpt4d.data import tokenizers, transformers_tokenizer
 from gpt4d.evaluation import results as of_tasks
 from gpt4d.evaluation.shared_model import SharedModel
 from gpt4d.evaluation.tasks import Result, Tasks, named_as_in_training
-from gpt4d.parallel.pipeline.runtime import StageRuntime
 from gpt4d.parallel.stage import Stage
 from gpt4d.plan import ParallelPlan
 from gpt4d.runs.logger import NullLogger, RunLogger
@@ -34,13 +33,13 @@ class TrainingEvaluation:
         plan: the plan of the run.
         stage: this rank's stage.
         task: the task of the run, which has the tokenizer and the averaged weights.
-        runtime: executes the steps, whose CUDA graphs an evaluation releases.
+        release_graphs: frees the memory of the steps' CUDA graphs for an evaluation.
 
     Raises ConfigError on every rank for a task that cannot be loaded.
     """
 
-    def __init__(self, plan: ParallelPlan, stage: Stage, task: Task, runtime: StageRuntime):
-        self.config, self.task, self.runtime = plan.config, task, runtime
+    def __init__(self, plan: ParallelPlan, stage: Stage, task: Task, release_graphs: Callable[[], None]):
+        self.config, self.task, self.release_graphs = plan.config, task, release_graphs
         settings, model = plan.config.evaluate, cast(Any, plan.config.model)
         files = tokenizers.as_trained(task.documents(), task.identity(), plan.config.run.dir)
         tokenizer = transformers_tokenizer.load(files, plan.config.run.dir, model.max_positions)
@@ -60,7 +59,7 @@ class TrainingEvaluation:
 
         Raises ConfigError on all ranks for a task that fails.
         """
-        self.runtime.release_graphs()
+        self.release_graphs()
         with named_as_in_training(), without_effects(), self.task.averaged():
             return self.model.run(lambda: self._tasks[0].evaluate(self.model, errors=False))
 

@@ -149,21 +149,17 @@ class Recording:
         self.items.append(launch)
 
 
-# Executes a step. Arguments: this rank's microbatches, their number, the loss's divisor, and how it launches kernels.
-RunStep = Callable[[Iterable[Any], int, float, Eager | Recording], torch.Tensor]
-
-
 class StepGraphs:
     """Executes the steps of a stage, first without graphs, later with the graphs of a recorded step.
 
     Args:
         stage: this rank's stage.
         reducer: reduces the stage's gradients.
-        run_step: executes a step and returns the loss.
+        forward_backward: executes a step (gpt4d.parallel.pipeline.runtime.StageRuntime).
     """
 
-    def __init__(self, stage: Stage, reducer: GradientReducer, run_step: RunStep):
-        self.stage, self.reducer, self.run_step = stage, reducer, run_step
+    def __init__(self, stage: Stage, reducer: GradientReducer, forward_backward: Callable[..., torch.Tensor]):
+        self.stage, self.reducer, self.forward_backward = stage, reducer, forward_backward
         self._warm_up_steps = _WARM_UP_STEPS
         self._step: tuple[int, float] | None = None
         self._stream = torch.cuda.Stream(stage.weights.device)  # one, because libraries allocate memory for each
@@ -171,14 +167,16 @@ class StepGraphs:
         self._batches: list[Any] = []
         self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def run(self, batches: Iterable[Any], microbatches: int, divisor: float) -> torch.Tensor:
-        """Execute a step, as ``StageRuntime.forward_backward`` does."""
+    def run(
+        self, batches: Iterable[Any], microbatches: int, divisor: float, unpadded: float | None = None
+    ) -> torch.Tensor:
+        """Execute a step, as ``forward_backward`` does. ``unpadded`` serves routers, whose steps have no graphs."""
         if self._step != (microbatches, divisor):
             self.release()
             self._step, self._warm_up_steps = (microbatches, divisor), _WARM_UP_STEPS
         if self._warm_up_steps:
             self._warm_up_steps -= 1
-            return self.run_step(batches, microbatches, divisor, EAGER)
+            return self.forward_backward(batches, microbatches, divisor, unpadded)
         # A graph cannot wait for transfers that start outside.
         self.reducer.wait_params()
         if self.stage.exchange:
@@ -193,7 +191,7 @@ class StepGraphs:
         torch.cuda.empty_cache()  # the pool of the graphs takes the memory of the steps without graphs
         self._batches = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, batches)
         recording = Recording(self.stage, self.reducer, self._stream)
-        self._loss = self.run_step(iter(self._batches), microbatches, divisor, recording)
+        self._loss = self.forward_backward(iter(self._batches), microbatches, divisor, mode=recording)
         recording.end()
         self._recording = recording  # only now: after an error, there is nothing to release
         trained: dict[Any, None] = dict.fromkeys([*self.stage.module.parameters(), *self.reducer.optimizer_shards])

@@ -107,7 +107,7 @@ class Trainer:
                     link.worker.on_error = watchdog.end_job
         self.evaluation: TrainingEvaluation | None = None
         if config.evaluate.every:
-            self.evaluation = TrainingEvaluation(plan, self.stage, self.task, self.train_step.runtime)
+            self.evaluation = TrainingEvaluation(plan, self.stage, self.task, self.train_step.release_graphs)
         self.meter = measuring.StepMeter(plan, self.stage, self.task, self.hosts)
         self.progress = Progress()
         self.validation_loss: float | None = None
@@ -153,7 +153,7 @@ class Trainer:
         self._close()
 
     def _close(self) -> None:
-        self.train_step.runtime.release_graphs()  # before the end of the communicators that they use
+        self.train_step.release_graphs()  # before the end of the communicators that they use
         self.hang_detector.axes = {}  # drop unfinished collectives after an error; activities are watched to the end
         self.task.close()
         self.checkpoints.close()
@@ -312,7 +312,7 @@ class Trainer:
 
     def finish(self) -> None:
         """Report a sample, the final validation loss and the location of the outputs."""
-        self.train_step.runtime.release_graphs()
+        self.train_step.release_graphs()
         if sample := self.task.sample():
             self.log.event("sample", sample.message, **self.progress.values(self.task.unit), **sample.values)
         run_on_rank0(self._report_end, "reporting the end of the run")

@@ -129,14 +129,14 @@ def test_a_step_of_another_batch_size_is_recorded_again(ranks, settings):
 
 
 def test_an_error_while_a_step_is_recorded_leaves_nothing_to_release():
-    def run_step(batches, microbatches, divisor, mode):
+    def forward_backward(batches, microbatches, divisor, unpadded=None, mode=EAGER):
         if mode is not EAGER:
             raise MemoryError
         return torch.zeros(())
 
     stage = SimpleNamespace(weights=SimpleNamespace(device=torch.device("cpu")), exchange=None, grid=())
     with replayed_graphs(Grid.single_device()):
-        graphs = StepGraphs(stage, SimpleNamespace(wait_params=lambda: None), run_step)
+        graphs = StepGraphs(stage, SimpleNamespace(wait_params=lambda: None), forward_backward)
         for _ in range(2):
             graphs.run([], 1, 1.0)
         with pytest.raises(MemoryError):

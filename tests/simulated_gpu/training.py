@@ -151,5 +151,5 @@ def _train(
     saver.finished(wait=True)
     saver.close()
     job.problems.host_waits = waits.STEP | waits.BETWEEN_STEPS
-    train_step.runtime.release_graphs()
+    train_step.release_graphs()
     task.sample()

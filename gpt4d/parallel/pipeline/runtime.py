@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gpt4d.parallel.comm.stats import now
-from gpt4d.parallel.cuda_graphs import EAGER, Eager, Recording, StepGraphs
+from gpt4d.parallel.cuda_graphs import EAGER, Eager, Recording
 from gpt4d.parallel.engine.prefetch import WeightPlan, weight_order
 from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import BATCH_AXES
@@ -57,20 +57,23 @@ class StageRuntime:
         stage: this rank's stage.
         reducer: reduces the stage's gradients.
         compute: computes a model chunk on a microbatch.
-        cuda_graphs: record the steps as CUDA graphs and replay them (gpt4d.parallel.cuda_graphs).
 
     If ``recording`` is set, the times of actions and transfers are appended to it.
     """
 
-    def __init__(self, stage: Stage, reducer: GradientReducer, compute: Compute, cuda_graphs: bool = False):
+    def __init__(self, stage: Stage, reducer: GradientReducer, compute: Compute):
         self.stage, self.reducer, self.compute = stage, reducer, compute
-        self.graphs = StepGraphs(stage, reducer, self._run_step) if cuda_graphs else None
         self.recording: StageTrace | None = None
         self._steps: dict[int, _StepPlan] = {}  # by number of microbatches
         self._evaluations: dict[int, tuple[Program, WeightPlan]] = {}
 
     def forward_backward(
-        self, batches: Iterable[Any], microbatches: int, divisor: float, unpadded: float | None = None
+        self,
+        batches: Iterable[Any],
+        microbatches: int,
+        divisor: float,
+        unpadded: float | None = None,
+        mode: Eager | Recording = EAGER,
     ) -> torch.Tensor:
         """Compute the forwards and backwards of a step; gradients are complete when it returns.
 
@@ -81,19 +84,13 @@ class StageRuntime:
                 split of the batch into ranks and microbatches.
             unpadded: global number of units that are no padding, by which the losses of routers are divided; None: as
                 many as ``divisor``.
+            mode: how the step launches kernels (gpt4d.parallel.cuda_graphs).
 
         Returns:
             The sum of this rank's losses, divided by ``divisor``, float64, on the device.
         """
-        self.stage.weights.unpadded_units = divisor if unpadded is None else unpadded
-        if self.graphs is not None:
-            return self.graphs.run(batches, microbatches, divisor)
-        return self._run_step(batches, microbatches, divisor, EAGER)
-
-    def _run_step(
-        self, batches: Iterable[Any], microbatches: int, divisor: float, mode: Eager | Recording
-    ) -> torch.Tensor:
         stage = self.stage
+        stage.weights.unpadded_units = divisor if unpadded is None else unpadded
         if microbatches not in self._steps:
             self._steps[microbatches] = self._plan_step(microbatches)
         plan = self._steps[microbatches]
@@ -128,7 +125,6 @@ class StageRuntime:
     def evaluate(self, batches: Iterable[Any], microbatches: int) -> torch.Tensor:
         """Return the sum of this rank's losses over all microbatches, float64, without gradients."""
         stage, schedule = self.stage, self.stage.weights.schedule
-        self.release_graphs()
         if microbatches not in self._evaluations:
             program = stage.evaluation(microbatches)
             actions = [step for step in program if isinstance(step, Action)]
@@ -141,11 +137,6 @@ class StageRuntime:
             total = step.finish()
         stage.weights.finish()
         return total
-
-    def release_graphs(self) -> None:
-        """Free the memory of CUDA graphs for other work than steps."""
-        if self.graphs is not None:
-            self.graphs.release()
 
 
 class _GradientsOfCopies:
