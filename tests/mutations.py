@@ -88,7 +88,7 @@ MUTATIONS = [
         "tests/runtime/test_consensus.py",
     ),
     Mutation(
-        "runtime/errors.py",
+        "config/commands.py",
         "sys.exit(error.exit_code)",
         "sys.exit(1)",
         "a job whose port is taken ends with the exit code of a requeue",
@@ -363,28 +363,28 @@ MUTATIONS = [
     ),
     # Commands and metrics
     Mutation(
-        "sweep.py",
+        "training/sweep.py",
         "return run.history.step >= train.steps",
         "return run.history.step > train.steps",
         "a sweep does not repeat finished jobs",
         "tests/test_sweep.py",
     ),
     Mutation(
-        "dry_run.py",
+        "training/dry_run.py",
         """if {"-m", "--multirun"} & set(arguments):""",
         """if {"-m", "--multirun"} <= set(arguments):""",
         "a sweep has no dry run",
         "tests/test_dry_run.py",
     ),
     Mutation(
-        "metrics.py",
+        "runs/logger.py",
         'compute = values["step_time_s"] - total_exposed',
         'compute = values["step_time_s"] - total_exposed - hidden',
         "hidden communication is part of the time of the computation",
         "tests/test_metrics.py",
     ),
     Mutation(
-        "monitor.py",
+        "optim/monitor.py",
         "self.skipped_in_a_row = self.skipped_in_a_row + 1 if metrics.skipped else 0",
         "self.skipped_in_a_row = self.skipped_in_a_row + 1 if metrics.skipped else self.skipped_in_a_row",
         "only consecutive skipped steps end a run",

@@ -198,7 +198,7 @@ def test_a_line_ends_at_a_newline_and_a_mark_at_the_beginning_is_no_text(tmp_pat
 
 def test_no_line_of_a_users_file_is_split_by_splitlines():
     """str.splitlines also splits at U+2028, form feeds and further characters."""
-    own = {"evaluation/tasks.py", "config/machine.py", "files.py", "runs/history.py", "data/tokenizers.py"}
+    own = {"evaluation/tasks.py", "runtime/machine.py", "runtime/files.py", "runs/history.py", "data/tokenizers.py"}
     package, found = REPOSITORY / "gpt4d", set()
     for path in package.rglob("*.py"):
         calls = (node.attr for node in ast.walk(ast.parse(path.read_bytes())) if isinstance(node, ast.Attribute))

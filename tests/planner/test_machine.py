@@ -10,7 +10,7 @@ from gpt4d.parallel.grid import Grid
 from gpt4d.plan import one_stage
 from gpt4d.planner.topology import for_devices, node_size
 from gpt4d.planner.workload import compute_bytes
-from gpt4d.runtime.machine import MachineFacts, ranks_and_nodes
+from gpt4d.runtime.machine import MachineFacts, control_group_limits, ranks_and_nodes, read_cpu
 from gpt4d.step import build_stage
 from gpt4d.training.measuring import summary
 from gpt4d.validation import validate
@@ -127,9 +127,9 @@ def test_processes_on_cpus_share_the_rates_of_the_cores_of_their_node():
 def test_cores_are_counted_without_threads_and_with_their_widest_vectors(tmp_path, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     path = tmp_path / "cpuinfo"
-    assert machine.read_cpu(path) == {"cores": 8, "vectors": None}
+    assert read_cpu(path) == {"cores": 8, "vectors": None}
     path.write_text("siblings\t: 8\ncpu cores\t: 4\nflags\t\t: fpu avx avx2 avx512f\n" * 8)
-    assert machine.read_cpu(path) == {"cores": 4, "vectors": "avx512f"}
+    assert read_cpu(path) == {"cores": 4, "vectors": "avx512f"}
 
 
 @pytest.mark.parametrize(
@@ -173,12 +173,12 @@ def test_the_smallest_limit_of_the_control_groups_counts(tmp_path):
     own.write_text("0::/slurm/job_7/step_0\n")
     (group / "memory.max").write_text("max\n")
     (group.parent / "memory.max").write_text("4294967296\n")
-    assert machine.control_group_limits(tmp_path / "fs", own) == [4294967296]
+    assert control_group_limits(tmp_path / "fs", own) == [4294967296]
     own.write_text("5:cpu,memory:/job_7\n0::/\n")
     (tmp_path / "fs/memory/job_7").mkdir(parents=True)
     (tmp_path / "fs/memory/job_7/memory.limit_in_bytes").write_text("1073741824\n")
     (tmp_path / "fs/memory/memory.limit_in_bytes").write_text("9223372036854771712\n")
-    assert machine.control_group_limits(tmp_path / "fs", own) == [1073741824]
+    assert control_group_limits(tmp_path / "fs", own) == [1073741824]
 
 
 def test_the_machine_is_detected_unless_set(monkeypatch):

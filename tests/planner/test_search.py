@@ -197,7 +197,7 @@ def test_the_planner_keeps_converted_weights_where_batches_are_small(size, furth
 def test_json_and_picture_are_written_without_torch(tmp_path):
     picture = tmp_path / "plan.png"
     code = (
-        "import sys; from gpt4d.planner.__main__ import main; from gpt4d.runtime.errors import one_line_errors\n"
+        "import sys; from gpt4d.planner.__main__ import main; from gpt4d.config.commands import one_line_errors\n"
         "with one_line_errors(): main(sys.argv[1:])\n"
         "assert 'torch' not in sys.modules"
     )

@@ -76,7 +76,7 @@ _FAULTS = [  # tests, module, claim, old fragment, new fragment
      "self._documents(inputs_BS, rows[:, :-1])", "self._documents(inputs_BS, inputs_BS)"),
     (_DOCUMENTS, "task/generation.py", "documents of generated texts are counted on the host",
      "self.documents(ids, on_host)", "self.documents(ids, ids)"),
-    (_ONE_DEVICE, "monitor.py", "metrics are copied while the GPU continues",
+    (_ONE_DEVICE, "optim/monitor.py", "metrics are copied while the GPU continues",
      'device="cpu", pin_memory=True)', 'device="cpu")'),
     (_ONE_DEVICE, "data/loader.py", "batches are copied while the GPU computes",
      "return rows.pin_memory() if", "return rows if"),
@@ -85,7 +85,7 @@ _FAULTS = [  # tests, module, claim, old fragment, new fragment
     (_ONE_DEVICE, "checkpoint/saving.py", "a checkpoint is copied to the host while the GPU computes",
      "HostMemory(pinned=on_gpu)", "HostMemory(pinned=False)"),
     # The host reads before the GPU has written.
-    (_ONE_DEVICE, "monitor.py", "metrics are read after their copy",
+    (_ONE_DEVICE, "optim/monitor.py", "metrics are read after their copy",
      "self.arrived.synchronize()", "pass"),
     (_ONE_DEVICE, "checkpoint/saving.py", "a checkpoint is written after its copy to the host",
      "*([copied.synchronize] if copied else [])", "*[]"),
