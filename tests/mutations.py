@@ -102,6 +102,13 @@ MUTATIONS = [
         "tests/runtime/test_watchdog.py",
     ),
     Mutation(
+        "inference/model.py",
+        "if sizes.devices * settings.stages != world_size:",
+        "if sizes.devices != world_size:",
+        "the plan of a trained model uses all processes",
+        "tests/test_cli.py",
+    ),
+    Mutation(
         "runs/lock.py",
         "self.restart < other.restart",
         "self.restart <= other.restart",

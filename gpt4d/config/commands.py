@@ -1,6 +1,8 @@
 """What every command does with errors: a user's mistake is one line with an exit code, a bug has its traceback."""
 
 import errno
+import io
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -9,7 +11,6 @@ from contextlib import contextmanager
 from gpt4d.config.composing import to_config_error
 from gpt4d.runtime.errors import ConfigError, NodeError, RankError
 from gpt4d.runtime.launch import Launch, print_error
-from gpt4d.runtime.output import allow_lost_output
 
 # Errors of paths: no permission, too long a name, an unavailable or damaged file system.
 _OF_PATHS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ESTALE, errno.ENOTCONN, errno.EIO)
@@ -51,3 +52,35 @@ def one_line_errors() -> Iterator[None]:
         if not launch.local_rank:
             print_error(str(error))
         sys.exit(error.exit_code)
+
+
+class _LossyFile(io.FileIO):
+    """A file whose writes never fail. Content that cannot be written is lost."""
+
+    def write(self, content) -> int:
+        try:
+            written = super().write(content)
+        except OSError:
+            written = None
+        return len(memoryview(content).cast("B")) if written is None else written  # None: the pipe is full
+
+
+def allow_lost_output() -> None:
+    """Let prints of this process succeed even if its standard output and standard error are lost.
+
+    The end of a terminal or of ``| head`` must not end a training, and a warning must not replace an error. Streams
+    that the caller has replaced remain unchanged.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the shell: ``>&-``
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 – open until the process ends
+        elif stream is getattr(sys, f"__{name}__"):
+            file = _LossyFile(stream.fileno(), "w", closefd=False)
+            lossy = io.TextIOWrapper(
+                io.BufferedWriter(file),
+                encoding=stream.encoding,
+                errors=stream.errors,
+                line_buffering=stream.line_buffering or stream.write_through,
+            )
+            setattr(sys, name, lossy)

@@ -14,12 +14,14 @@ from typing import NamedTuple, Protocol, cast
 import torch.distributed as dist
 from torch import nn
 
-from gpt4d.runtime import activity_watch
-from gpt4d.runtime.activity import MAIN, SAVE
-from gpt4d.runtime.activity_watch import ActivityWatch
-from gpt4d.runtime.deadline_store import DeadlineStore
+from gpt4d.runtime.activity import MAIN, SAVE, Activity, Track
+from gpt4d.runtime.rendezvous import DeadlineStore
 
 STARTUP_S = 300.0  # additional time for connections, lazy initialization and compilation
+MIN_LIMIT_S = 10.0  # replaces parallel.timeout_s if that is shorter: file systems may be slow for some seconds
+_BUSY = 0.001  # minimum CPU share of a working thread; a thread that uses a slow disk exceeds it
+PACKAGE_ROOT = str(Path(__file__).parents[1])
+_INFRASTRUCTURE = tuple(str(Path(PACKAGE_ROOT, name)) for name in ("runtime/activity.py", "runtime/consensus.py"))
 _RECORD_S = 10.0  # timeout for a rank to write its record
 _MIN_SILENCE_S = 1.0  # a rank without a record and without a heartbeat for this long does not answer
 _MOST_NAMED = 4  # maximum number of ranks in a message
@@ -54,6 +56,84 @@ class WatchedAxis(Protocol):
 
     @property
     def traffic(self) -> WatchedTraffic: ...
+
+
+class ActivityWatch:
+    """Watches one track. The watchdog calls it with every heartbeat.
+
+    A working rank has no time limit while it makes progress: its thread computes, or it calls ``activity.progress``.
+    The ranks add up their progress in the store, because one rank's progress extends the wait of all ranks.
+    """
+
+    def __init__(self, track: Track):
+        self.track = track
+        self._activity: Activity | None = None
+        self._progress, self._cpu_s, self._sampled_at = 0, 0.0, 0.0  # the activity's state at the last heartbeat
+        self._count, self._changed_at = -1, 0.0  # progress of all ranks, and when it last increased
+
+    def progressed(self) -> bool | None:
+        """Return whether this rank's activity has progressed since the last call; None if it is new or absent."""
+        activity, before = self.track.current, self._activity
+        self._activity = activity
+        if activity is None:
+            return None
+        now, cpu_s = time.monotonic(), _cpu_seconds(activity.thread)
+        computes = cpu_s - self._cpu_s > _BUSY * (now - self._sampled_at)
+        progressed = activity.unlimited or activity.progress != self._progress or (computes and not activity.waits)
+        self._progress, self._cpu_s, self._sampled_at = activity.progress, cpu_s, now
+        return progressed if activity is before else None
+
+    def note(self, count: int) -> None:
+        """Record ``count``, the total progress of all ranks of the job."""
+        if count != self._count:
+            self._count, self._changed_at = count, time.monotonic()
+
+    def waiting(self, since: float) -> dict | None:
+        """Return this rank's activity and the seconds since any rank made progress; None between activities.
+
+        The keys are the keys of HangDetector.waiting and ``works``, whether this rank works itself. Seconds count from
+        ``since`` (``time.monotonic``) or later.
+        """
+        activity = self.track.current
+        if activity is None:
+            return None
+        return {
+            "axis": self.track.name,
+            "name": activity.name,
+            "number": activity.number,
+            "s": time.monotonic() - max(activity.started, self._changed_at, since),
+            "layer": None,
+            "works": not activity.waits,
+        }
+
+    def where(self) -> str | None:
+        """Return the code line that this rank's activity is in; None between activities."""
+        return code_line([stack(activity.thread)]) if (activity := self.track.current) else None
+
+
+def stack(thread: int) -> traceback.StackSummary:
+    """Return the current stack of the thread with this identifier."""
+    return traceback.extract_stack(sys._current_frames().get(thread))
+
+
+def code_line(stacks: list[traceback.StackSummary]) -> str:
+    """Return the innermost line of gpt4d's code in the first stack that has one: ``optim.py:40 (update)``."""
+    ours = [
+        f"{Path(frame.filename).name}:{frame.lineno} ({frame.name})"
+        for frames in stacks
+        for frame in reversed(frames)
+        if frame.filename.startswith(PACKAGE_ROOT) and frame.filename not in _INFRASTRUCTURE
+    ]
+    return ours[0] if ours else str(stacks[-1][-1])
+
+
+def _cpu_seconds(thread: int) -> float:
+    """Return the CPU time of a thread, or of the process if the system does not report threads."""
+    if not hasattr(time, "pthread_getcpuclockid"):  # macOS
+        return time.process_time()
+    if thread not in {running.ident for running in threading.enumerate()}:  # an ended thread has no clock
+        return 0.0
+    return time.clock_gettime(time.pthread_getcpuclockid(thread))
 
 
 class HangDetector:
@@ -97,8 +177,8 @@ class HangDetector:
         startup_s, seconds, setting = self.startup_s, self.timeout_s, "parallel.timeout_s"
         if waiting["axis"] in self.activities:
             startup_s = self.startup_s if self._in_first_steps else 0.0
-            if seconds < activity_watch.MIN_LIMIT_S:
-                seconds, setting = activity_watch.MIN_LIMIT_S, "the shortest limit"
+            if seconds < MIN_LIMIT_S:
+                seconds, setting = MIN_LIMIT_S, "the shortest limit"
         return seconds + startup_s, setting + (f" + {startup_s:.0f} s for the first steps" if startup_s else "")
 
     def overdue(self, since: float) -> dict | None:
@@ -159,12 +239,12 @@ class HangDetector:
         # Autograd runs a GPU's backward on a separate thread, which Python has not started.
         threads = [*(ident for ident in frames if ident not in python_threads), self.main_thread]
         stacks = [traceback.extract_stack(frames[ident]) for ident in threads]
-        main, line = self.waiting() or waits[MAIN.name], activity_watch.code_line(stacks)
+        main, line = self.waiting() or waits[MAIN.name], code_line(stacks)
         if self.peer_lost:
             main = {"axis": MAIN.name, "name": "the lost rank", "number": 0, "members": self.ranks, "works": False}
         saving = SAVE.current
         if saving:
-            stacks.append(activity_watch.stack(saving.thread))
+            stacks.append(stack(saving.thread))
         return {
             "begun": begun,
             "waiting": {MAIN.name: main, SAVE.name: waits[SAVE.name] if saving else main},

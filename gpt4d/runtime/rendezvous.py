@@ -1,163 +1,244 @@
-"""The rendezvous: the store through which all ranks connect, the watchdog that uses it, and a joint exit."""
+"""The rendezvous: all ranks of one start of a job, and no other process, connect through a store.
 
+The store is torch's TCPStore, which rank 0 or torchrun serves. Rank 0 listens on the job's interface only. The ranks
+have a key that is equal on all ranks of one start and unknown to every other job.
+"""
+
+import errno
+import hmac
+import ipaddress
 import os
+import queue
 import secrets
 import socket
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Sequence
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
-import torch
+import torch.distributed as dist
 
-from gpt4d.runtime.activity import MAIN
-from gpt4d.runtime.connection import Connector
-from gpt4d.runtime.deadline_store import StoreLost
-from gpt4d.runtime.errors import ConfigError, RankError
-from gpt4d.runtime.identity import job_key
-from gpt4d.runtime.job_store import JobStore
-from gpt4d.runtime.launch import Launch, print_error
-from gpt4d.runtime.watchdog import Failure, Watchdog
+from gpt4d.runtime.errors import ConfigError, NodeError, PortTaken
+from gpt4d.runtime.files import open_regular
+from gpt4d.runtime.launch import Launch
 
-CONNECT_S = 300.0  # timeout for all ranks to connect
-_LEAVE_S = 60.0  # timeout for all ranks to finish
-SAVE_S = 60.0  # timeout for a pending save to end after the error of a rank
-_RECORD_S = 3.0  # timeout for the run's files to be written
-NOTICE_S = 3.0  # time for other ranks to read why the job ends
+T = TypeVar("T")
+VARIABLE = "GPT4D_SECRET"
+_SECRET_BYTES = 32
+_TAG_BYTES = 32
+WRITTEN_S = 30.0  # timeout for the content of a file that another node has created to appear
+PORT_S = 60.0  # timeout for another process to release the port, such as the previous start of a requeued job
+ANSWER_S = 10.0  # timeout for a server to prove that it belongs to this job
+_RETRY_S = 0.2
+SLICE_S = 0.5  # a wait consists of short waits, so that time while the process is suspended does not count
+_BACKLOG = 4096  # all ranks connect at the same time
+_GREETING = "greeting"  # the key that rank 0 sets first
+_START = "gpt4d start "  # the second key, followed by the start's name, which other jobs can read
 
 
-class Rendezvous:
-    """The job's store, from the first rank's arrival to the last rank's exit, and this rank's watchdog.
-
-    Nothing here waits forever for a store that does not answer: the watchdog ends this process.
+def job_key(launch: Launch, directory: Path | None = None) -> bytes:
+    """Return the key of this start: a hash of the launcher's identification of the start and a secret.
 
     Args:
         launch: this process's rank in the job and its launcher.
-        timeout_s: as for the watchdog.
-        directory: the directory of the job's secret (``identity.job_key``).
+        directory: the directory that contains the secret, on a file system that all ranks share. The first rank creates
+            the secret; later starts use the same one. None: the user's cache directory. The variable GPT4D_SECRET
+            replaces the file.
+
+    Raises ConfigError if the secret can be neither read nor created, or if others could have written it.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    secret = os.environ.get(VARIABLE) or _shared_secret(directory or Path(cache, "gpt4d"))
+    return hmac.digest(os.fsencode(secret), _start_name(launch).encode(), "sha256")
+
+
+def _start_name(launch: Launch) -> str:
+    """Return a public name of this start. It is unique only if the launcher names starts."""
+    return f"{launch.start}, sweep job {launch.sweep_job}, {launch.world_size} ranks"
+
+
+def _shared_secret(directory: Path) -> str:
+    """Return the secret in ``directory``, which the first rank creates. Other ranks wait until it is written."""
+    path, deadline = directory / ".secret", time.monotonic() + WRITTEN_S
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        _create(path)
+        while len(secret := _read(path)) < 2 * _SECRET_BYTES and time.monotonic() <= deadline:
+            time.sleep(0.05)
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: {error.strerror}; make the directory writable and the file your own, or set {VARIABLE} to one "
+            "text on all ranks"
+        ) from None
+    if len(secret) != 2 * _SECRET_BYTES:
+        raise ConfigError(f"{path}: incomplete; remove it, and the next start creates it")
+    return secret
+
+
+def _create(path: Path) -> None:
+    """Create the secret unless it exists. Only this user can read it."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return
+    try:
+        with open(descriptor, "w", encoding="ascii") as file:
+            file.write(secrets.token_hex(_SECRET_BYTES))
+    except OSError:
+        path.unlink()
+        raise
+
+
+def _read(path: Path) -> str:
+    """Return the content of the secret's file. Raises ConfigError if another user can have written or read it."""
+
+    def open_own(name: str, flags: int) -> int:
+        return open_regular(name, flags | os.O_NOFOLLOW)
+
+    with open(path, encoding="ascii", errors="replace", opener=open_own) as file:
+        found = os.fstat(file.fileno())
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise ConfigError(
+                f"{path}: user {found.st_uid} owns it, with mode {found.st_mode & 0o777:04o}, but a secret must be "
+                "your own with mode 0600; remove it, and the next start creates it"
+            )
+        return file.read(2 * _SECRET_BYTES + 1)
+
+
+class JobStore(dist.PrefixStore):
+    """A private store of one job's ranks on a server that other processes may reach.
+
+    The server answers every client. So each key begins with a hash of the job's key, which other processes cannot
+    guess. Each value has an authentication code, and a value without the right code counts as missing. Counters
+    (``add``) have no code.
+
+    Args:
+        store: the connection to the server.
+        key: the job's key (``job_key``).
     """
 
-    def __init__(self, launch: Launch, timeout_s: float, directory: Path | None = None):
-        self.launch = launch
-        connector = Connector(launch, job_key(launch, directory), CONNECT_S)
-        self.store, watchdog_store = connector.connect()
-        claim_rank(self.store, launch.rank)
-        self._exiting = threading.Lock()  # taken by the thread that ends this process
-        self.watchdog = Watchdog(
-            watchdog_store, launch.rank, launch.world_size, connector.host, self._on_failure, timeout_s
-        )
-        self.watchdog.end_job = self.fail
-        self.watchdog.start()
+    def __init__(self, store: dist.Store, key: bytes):
+        super().__init__(hmac.digest(key, b"names", "sha256").hex(), store)
+        self._key = key
 
-    def wait_for_all_ranks(self) -> None:
-        """Return when all ranks have connected. Raises ConfigError with the first missing rank after a timeout."""
-        if not self._barrier("here", CONNECT_S):
-            size = self.launch.world_size
-            missing = [rank for rank in range(size) if not self.store.check([f"host/{rank}"])]
-            raise ConfigError(
-                f"{len(missing)} of {size} ranks did not connect within {CONNECT_S:.0f} s, the first of them rank "
-                f"{missing[0]}; check its output and that its node has started"
-            )
+    def for_process_groups(self) -> dist.Store:
+        """Return the store of torch's process groups, whose values have no authentication code.
 
-    def leave(self, briefly: bool = False) -> None:
-        """Wait until all ranks leave, because srun ends ranks that exit later than the first, then stop the watchdog.
-
-        Args:
-            briefly: wait only as long as other ranks need to read why the job ends.
+        Threads of torch call it, even while Python shuts down, so it must not run Python code: the calls of another
+        store reach the C++ methods of PrefixStore directly.
         """
-        with MAIN.begin("the end of all ranks") as activity, activity.waiting():
-            self._barrier("left", NOTICE_S if briefly else self._leave_s)
-        self.watchdog.stop()
-        self._keep_store_alive()
+        return dist.PrefixStore("process groups", self)
 
-    @property
-    def _leave_s(self) -> float:
-        """Timeout for all ranks to finish. A watchdog with a hang detector finds a missing rank earlier."""
-        detector = self.watchdog.hang_detector
-        return max(_LEAVE_S, 2 * detector.timeout_s if detector else 0.0)
+    def set(self, key: str, value: str | bytes) -> None:
+        super().set(key, self._seal(key, value))  # type: ignore[arg-type]
 
-    def _keep_store_alive(self, lost: Sequence[int] = ()) -> None:
-        """Let rank 0, whose exit ends the store, wait briefly for the ranks that may still read from it.
+    def get(self, key: str) -> bytes:
+        """Return a value, and wait for it if necessary. Raises RuntimeError if another job has written it."""
+        value = self._open(key, super().get(key))
+        if value is None:
+            raise RuntimeError(f"{key} in the store was not written by this job")
+        return value
 
-        ``lost``: ranks that do not answer any more.
-        """
-        deadline, remaining = time.monotonic() + NOTICE_S, self.launch.world_size - len(lost)
-        with suppress(StoreLost):
-            store = self.watchdog.store  # the main thread may be blocked on its own connection
-            count = store.add("finished", 1)
-            while self.launch.rank == 0 and count < remaining and time.monotonic() < deadline:
-                time.sleep(0.01)
-                count = store.add("finished", 0)
+    def check(self, keys: list[str]) -> bool:
+        """Return whether the store contains all ``keys`` with values of this job."""
+        return super().check(keys) and all(self._open(key, super(JobStore, self).get(key)) is not None for key in keys)
 
-    def _barrier(self, name: str, timeout_s: float) -> bool:
-        """Wait until all ranks have called this with ``name``. Return False after ``timeout_s``."""
-        if self.store.add(name, 1) == self.launch.world_size:
-            self.store.set(f"all {name}", "")
-        try:
-            self.store.wait([f"all {name}"], timedelta(seconds=timeout_s))
-        except RuntimeError:
-            return False
-        return True
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        """Set ``key`` if its value is ``expected_value``, where empty means a missing key. Return the stored value."""
+        sealed = self._seal(key, desired_value)
+        expected = self._seal(key, expected_value) if expected_value else b""
+        value = self._open(key, super().compare_set(key, expected, sealed))  # type: ignore[arg-type]
+        if value is None:
+            super().set(key, sealed)  # type: ignore[arg-type]
+            return desired_value.encode()
+        return value
 
-    def fail(self, error: BaseException) -> None:
-        """End this process and, by reporting ``error`` in the store, all other ranks. Any thread may call this."""
-        is_first = self._exiting.acquire(blocking=False)
-        # A collective often fails because another rank has exited. The report names that rank.
-        own = torch.OutOfMemoryError, torch.AcceleratorError, RankError
-        may_be_secondary = isinstance(error, RuntimeError) and not isinstance(error, own)
-        cause = str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"
-        failure = self.watchdog.fail(cause, may_be_secondary, getattr(error, "exit_code", 1))
-        # This rank may have reported a hang before, and its error results from the exit of another rank.
-        is_reported = (failure.rank, failure.cause) == (self.launch.rank, cause)
-        if is_reported and not isinstance(error, RankError):
-            traceback.print_exception(error)
-        self._print_and_exit(failure, is_first)
+    def _seal(self, key: str, value: str | bytes) -> bytes:
+        value = value.encode() if isinstance(value, str) else bytes(value)
+        return self._tag(key, value) + value
 
-    def _on_failure(self, failure: Failure) -> None:
-        """End this process. The watchdog's thread calls this; the main thread may be blocked forever."""
-        self._print_and_exit(failure, self._exiting.acquire(blocking=False))
+    def _open(self, key: str, sealed: bytes) -> bytes | None:
+        tag, value = sealed[:_TAG_BYTES], sealed[_TAG_BYTES:]
+        return value if hmac.compare_digest(tag, self._tag(key, value)) else None
 
-    def _print_and_exit(self, failure: Failure, is_first: bool) -> None:
-        if not is_first:
-            threading.Event().wait(_LEAVE_S + SAVE_S)  # the thread that holds the lock ends the process
-        try:
-            self._print(failure)
-            if self.watchdog.finish_save and failure.all_ranks_answer:
-                self.watchdog.finish_save(SAVE_S)
-            self._keep_store_alive(failure.lost)
-        except Exception:
-            traceback.print_exc()
-        finally:  # exit even if the body fails, because the main thread may be blocked
-            os._exit(failure.exit_code)
+    def _tag(self, key: str, value: bytes) -> bytes:
+        name = key.encode()
+        return hmac.digest(self._key, b"value %d " % len(name) + name + value, "sha256")
 
-    def _print(self, failure: Failure) -> None:
-        """Print why the job ends, and write it to the run's files."""
-        rank, local_rank = self.launch.rank, self.launch.local_rank
-        message = " ".join(str(failure).split())
-        # The first rank of each node prints the failure, or the second if the first one is lost.
-        if local_rank == 0 or (local_rank == 1 and rank - 1 in failure.lost):
-            print_error(message)
-        self._record(message)
-        sys.stdout.flush()
 
-    def _record(self, message: str) -> None:
-        """Write the reason for the end to the run's files, with the timeout ``_RECORD_S``.
+class StoreLost(RuntimeError):
+    """The store does not answer. ``ended``: its server has closed the connection."""
 
-        A file system that does not answer may itself be the reason.
-        """
-        if record := self.watchdog.record_failure:
+    def __init__(self, ended: bool):
+        super().__init__("the store's server has ended" if ended else "the store does not answer")
+        self.ended = ended
 
-            def write() -> None:
-                with suppress(OSError):
-                    record(message)
 
-            thread = threading.Thread(target=write, name="record", daemon=True)
-            thread.start()
-            thread.join(_RECORD_S)
+class DeadlineStore:
+    """The calls of a store that the watchdog needs, each with a deadline. Any thread may call them.
+
+    A client of torch's TCPStore waits forever for a frozen server. Here a separate thread calls the store, so that the
+    caller can stop waiting. After the first failure, every call raises StoreLost immediately.
+
+    Args:
+        store: the store, which no other code may use.
+        deadline_s: time in seconds after which a call has failed.
+    """
+
+    def __init__(self, store: dist.Store, deadline_s: float):
+        self.deadline_s = deadline_s
+        self._store, self._lost = store, dict[str, bool]()
+        self._calls: queue.SimpleQueue[tuple[Future, Callable]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        threading.Thread(target=self._answer, name="store", daemon=True).start()
+
+    def add(self, key: str, amount: int) -> int:
+        return self._call(lambda: self._store.add(key, amount))
+
+    def get(self, key: str) -> str | None:
+        """Return the value of ``key``, or None if the store does not have it."""
+        return self._call(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
+
+    def set(self, key: str, value: str) -> None:
+        self._call(lambda: self._store.set(key, value))
+
+    def set_first(self, key: str, value: str) -> str:
+        """Set ``key`` unless the store has it already. Return its value."""
+        return self._call(lambda: self._store.compare_set(key, "", value).decode())
+
+    def _call(self, function: Callable[[], T]) -> T:
+        with self._lock:
+            if self._lost:
+                raise StoreLost(**self._lost)
+            answer: Future[T] = Future()
+            self._calls.put((answer, function))
+            for _ in range(max(1, round(self.deadline_s / SLICE_S))):
+                try:
+                    return answer.result(min(SLICE_S, self.deadline_s))
+                except TimeoutError:
+                    continue
+                except RuntimeError:
+                    self._lost = {"ended": True}
+                    raise StoreLost(ended=True) from None
+            self._lost = {"ended": False}
+            raise StoreLost(ended=False)
+
+    def _answer(self) -> None:
+        while True:
+            complete(*self._calls.get())
+
+
+def complete(answer: Future[T], function: Callable[[], T]) -> None:
+    """Give ``answer`` the result of ``function()``, or its error, which ``answer.result()`` raises."""
+    try:
+        answer.set_result(function())
+    except BaseException as error:
+        answer.set_exception(error)
 
 
 def claim_rank(store: JobStore, rank: int) -> None:
@@ -166,3 +247,165 @@ def claim_rank(store: JobStore, rank: int) -> None:
     owner = store.compare_set(f"process/{rank}", "", process).decode()
     if owner != process:
         raise ConfigError(f"rank {rank} of this job runs already, on {owner.split()[1]}; wait until that job ends")
+
+
+class _OtherServer(Exception):
+    """Another process than this job's server uses the port."""
+
+
+class Connector:
+    """Connects this rank to the job's store.
+
+    Args:
+        launch: this process's rank in the job and its launcher.
+        key: the job's key.
+        timeout_s: timeout for rank 0 to start, and for operations of the store.
+    """
+
+    def __init__(self, launch: Launch, key: bytes, timeout_s: float):
+        assert launch.master, "a single rank needs no store"
+        self.launch, self.key, self.timeout_s = launch, key, timeout_s
+        self.host, port = launch.master.rsplit(":", 1)
+        self.port = int(port)
+        # torchrun already runs a server, for all attempts; otherwise rank 0 is the server.
+        self.launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+    def connect(self) -> tuple[JobStore, JobStore]:
+        """Return two connections, because an operation can block a connection. Rank 0 starts the server.
+
+        Raises PortTaken if the port belongs to another job, ConfigError if there is no server, NodeError if this rank's
+        secret is not rank 0's.
+        """
+        if self.launch.rank == 0 and not self.launcher_serves:
+            server = self._serve()
+            first, address = self._greet(server), server.host
+        else:
+            first, address = self._find()
+        return first, JobStore(self._open(address, self.timeout_s), self.key)
+
+    def _greet(self, connection: dist.TCPStore) -> JobStore:
+        store = JobStore(connection, self.key)
+        store.set(_GREETING, "")
+        connection.set(_START + _start_name(self.launch), "")
+        return store
+
+    def _serve(self) -> dist.TCPStore:
+        """Start the server. Wait until another process releases the port."""
+        deadline = time.monotonic() + PORT_S
+        on_one_host = self.launch.local_world_size == self.launch.world_size
+        while True:
+            try:
+                return serve(self.host, self.port, on_one_host, timedelta(seconds=self.timeout_s))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise ConfigError(
+                        f"MASTER_ADDR={self.host}: rank 0 on {socket.gethostname()} cannot listen on port {self.port} "
+                        f"({error.strerror}); set MASTER_ADDR to the host of rank 0"
+                    ) from None
+            if time.monotonic() > deadline:
+                raise PortTaken(
+                    f"MASTER_PORT={self.port}: another process uses this port of {socket.gethostname()}; set "
+                    "MASTER_PORT to a free port"
+                )
+            time.sleep(_RETRY_S)
+
+    def _find(self) -> tuple[JobStore, str]:
+        """Return a connection to this job's server and its address. Wait until the server starts."""
+        started, other_since = time.monotonic(), 0.0
+        while True:
+            try:
+                # Use the first address that answers, in the order in which rank 0 tries to listen.
+                with socket.create_connection((self.host, self.port), ANSWER_S) as probe:
+                    address = probe.getpeername()[0]
+                return self._join(address), address
+            except OSError as error:
+                if time.monotonic() - started > self.timeout_s:
+                    raise ConfigError(
+                        f"rank {self.launch.rank} on {socket.gethostname()} cannot connect to rank 0 at "
+                        f"{self.launch.master} ({error.strerror or error}); check MASTER_ADDR and that rank 0 has "
+                        "started"
+                    ) from None
+            except _OtherServer:
+                other_since = other_since or time.monotonic()
+                # Rank 0 also waits for the port, so this rank waits longer than rank 0.
+                if time.monotonic() - other_since > PORT_S + 2 * ANSWER_S:
+                    raise PortTaken(
+                        f"MASTER_PORT={self.port}: another job uses this port of {self.host}; set MASTER_PORT to a "
+                        "free port (or, if that job is this one, choose a run.dir that all nodes share)"
+                    ) from None
+            time.sleep(_RETRY_S)
+
+    def _join(self, address: str) -> JobStore:
+        start = _START + _start_name(self.launch)
+        try:
+            connection = self._open(address, ANSWER_S)
+            store = JobStore(connection, self.key)
+            if self.launch.rank == 0:
+                return self._greet(connection)
+            with suppress(RuntimeError):
+                if self.launcher_serves:  # rank 0 may be late
+                    connection.wait([start], timedelta(seconds=self.timeout_s))
+                else:
+                    store.wait([_GREETING], timedelta(seconds=ANSWER_S))
+            if store.check([_GREETING]):
+                return store
+            same_start = bool(self.launch.start) and connection.check([start])
+        except RuntimeError:  # not a server of torch
+            raise _OtherServer from None
+        if same_start:
+            raise NodeError(
+                f"rank {self.launch.rank} on {socket.gethostname()} has another secret than rank 0; choose a run.dir "
+                f"on a file system that all nodes share, or set {VARIABLE} to one text on all ranks"
+            )
+        if self.launcher_serves:
+            return store  # the first barrier reports that rank 0 is missing
+        raise _OtherServer
+
+    def _open(self, address: str, connect_s: float) -> dist.TCPStore:
+        """Return a connection to the server. Raises RuntimeError if that fails within ``connect_s``."""
+
+        def connect() -> dist.TCPStore:
+            timeout = timedelta(seconds=connect_s)
+            return dist.TCPStore(address, self.port, is_master=False, timeout=timeout, wait_for_workers=False)
+
+        store = _within(2 * connect_s, connect)
+        store.set_timeout(timedelta(seconds=self.timeout_s))
+        return store
+
+
+def _within(timeout_s: float, work: Callable[[], T]) -> T:
+    """Return ``work()``. Raises RuntimeError if it blocks for longer, as torch does on a server that never answers."""
+    result: Future[T] = Future()
+    threading.Thread(target=complete, args=(result, work), name="connect", daemon=True).start()
+    try:
+        return result.result(timeout_s)
+    except TimeoutError:
+        raise RuntimeError(f"no answer within {timeout_s:.0f} s") from None
+
+
+def serve(host: str, port: int, on_one_host: bool, timeout: timedelta) -> dist.TCPStore:
+    """Start the server on the first address of ``host`` that this node has, and return a connection to it.
+
+    Loopback addresses are valid on one host only: some systems assign one to the host's own name. Raises OSError.
+    """
+    listener = None
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    loopback = on_one_host or host in ("localhost", *(at[0] for *_, at in found))
+    for family, *_, at in found:
+        if listener is None and (loopback or not ipaddress.ip_address(at[0]).is_loopback):
+            try:
+                listener = socket.create_server(at, family=family, backlog=_BACKLOG)
+            except OSError as error:
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    raise
+    address = listener.getsockname()[0] if listener else "localhost"
+    if listener is None:
+        message = f"no address of MASTER_ADDR={host} can be used on this node; rank 0 listens on all of its interfaces"
+        print(f"warning: {message}", file=sys.stderr, flush=True)
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        listener = socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
+    # The server closes the socket.
+    return dist.TCPStore(
+        address, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )

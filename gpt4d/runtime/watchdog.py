@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from gpt4d.runtime import gpu, hangs
-from gpt4d.runtime.deadline_store import DeadlineStore, StoreLost
 from gpt4d.runtime.hangs import HangDescription, HangDetector, HangReport
+from gpt4d.runtime.rendezvous import DeadlineStore, StoreLost
 
 HEARTBEAT_S = 1.0  # between two heartbeats
 SILENT_S = 40.0  # a rank without a heartbeat, or a store without an answer, for this long is lost
@@ -174,13 +174,10 @@ class Watchdog:
                 if failure := self.first_failure():
                     return failure
                 self._stopped.wait(HEARTBEAT_S / 10)
-            if lost := self._silent_ranks(before):
+            others = (rank for rank in range(self.size) if rank != self.rank)
+            if lost := [rank for rank in others if self._heartbeats(rank) == before[rank]]:
                 return self._report(self._lost_ranks(*lost))
         return None
-
-    def _silent_ranks(self, before: Sequence[int]) -> list[int]:
-        """Return the ranks without a heartbeat since they had sent ``before``."""
-        return [rank for rank in range(self.size) if rank != self.rank and self._heartbeats(rank) == before[rank]]
 
     def _name(self, rank: int) -> str:
         """Return a rank's number, stage and host: "rank 3 (stage 1) on nid002"."""

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from gpt4d.config import Config, ConfigError
-from gpt4d.runtime.activity_watch import MIN_LIMIT_S
 from gpt4d.runtime.consensus import all_gather_json, run_on_rank0
+from gpt4d.runtime.hangs import MIN_LIMIT_S
 from gpt4d.runtime.writing import required_file
 
 _MARKER_NAME = ".these-ranks-meet-here"

@@ -30,7 +30,8 @@ from gpt4d.parallel.resharding.plan import plan
 from gpt4d.plan import ParallelPlan
 from gpt4d.planner.resolve import resolve
 from gpt4d.planner.stages import PipelineEstimate
-from gpt4d.runtime import consensus, hangs, rendezvous, watchdog
+from gpt4d.runtime import consensus, hangs, watchdog
+from gpt4d.runtime import job as lifetime
 from gpt4d.runtime.job import JobContext, process_group
 from gpt4d.runtime.launch import Launch
 from tests.gpu import usage
@@ -131,7 +132,7 @@ def _run_member(launch: Launch, gpus: int, member: Member, logs: Path | None, va
     os.environ.update(variables)
     # A lost rank is found sooner than in training, where ranks may be slow.
     watchdog.HEARTBEAT_S, watchdog.SILENT_S, watchdog.SILENT_AFTER_ERROR_S = 0.2, 10.0, 2.0
-    rendezvous.NOTICE_S = 1.0
+    lifetime.NOTICE_S = 1.0
     device = torch.device("cuda", launch.rank % gpus) if gpus else torch.device("cpu")
     with process_group(launch, device) as job:
         return member(job)

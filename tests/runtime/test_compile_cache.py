@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt4d.config import NodeError
 from gpt4d.parallel import compile
 from gpt4d.runtime import compile_cache
+from gpt4d.runtime.errors import NodeError
 
 VARIABLES = ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR"]
 

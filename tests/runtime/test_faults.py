@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from gpt4d.config import NodeError
 from gpt4d.runtime import activity
+from gpt4d.runtime.errors import NodeError
 from tests.support.faults import Fault, at_step, block, fail, kill, losses, shorten_timeouts, signal_itself
 from tests.support.grids import full, train_in_rank
 from tests.support.jobs import LaunchedJob, ended_job
@@ -111,10 +111,10 @@ def test_an_exception_on_one_rank_ends_all_and_rank_0_prints_it(ranks, tiny):
 def fail_during_a_save(ends, run_dir, rank):
     """Rank 1 fails in step 4 while rank 0 saves step 3, until the error is recorded or, unless it ``ends``, forever."""
     from gpt4d.checkpoint.writer import Writer
-    from gpt4d.runtime import rendezvous
+    from gpt4d.runtime import job
 
     shorten_timeouts()
-    rendezvous.SAVE_S = 30.0 if ends else 1.0
+    job.SAVE_S = 30.0 if ends else 1.0
     write, log = Writer.write_data, pathlib.Path(run_dir, "metrics.jsonl")
 
     def write_slowly(self, plan, planner):
@@ -179,7 +179,7 @@ def test_a_hang_in_the_first_step_is_reported_even_if_its_report_cannot_be_writt
 
 
 def test_a_file_system_that_does_not_answer_ends_the_job(ranks, tiny):
-    fault = Fault(0, block, ("os", "write"), step=3, constants={("gpt4d.runtime.activity_watch", "MIN_LIMIT_S"): 1.5})
+    fault = Fault(0, block, ("os", "write"), step=3, constants={("gpt4d.runtime.hangs", "MIN_LIMIT_S"): 1.5})
     output = "".join(ended_job(ranks.context, tiny(*HANGS), [1, 1], fault).outputs())
     assert re.search(r"error: hang: .*rank 0 on \S+ .*is in writing.py", output), output
 
@@ -221,7 +221,7 @@ def test_a_node_with_too_few_gpus_ends_the_job_at_once(ranks, tiny):
 
 
 def test_a_rank_that_does_not_connect_is_named(ranks, tiny):
-    fault = Fault(1, functools.partial(os._exit, 3), constants={("gpt4d.runtime.rendezvous", "CONNECT_S"): 1.0})
+    fault = Fault(1, functools.partial(os._exit, 3), constants={("gpt4d.runtime.job", "CONNECT_S"): 1.0})
     output = ended_job(ranks.context, tiny(), [1, 3], fault).outputs()[0]
     assert "error: 1 of 2 ranks did not connect within 1 s, the first of them rank 1" in output
 
@@ -231,6 +231,6 @@ def fill_disk(*_):
 
 
 def test_no_rank_lingers_after_an_error_that_all_ranks_have_raised(ranks, tiny):
-    grace = {("gpt4d.runtime.errors", "PRINT_GRACE_S"): 1000.0}  # for errors that rank 0 may not have found yet
+    grace = {("gpt4d.config.commands", "PRINT_GRACE_S"): 1000.0}  # for errors that rank 0 may not have found yet
     outputs = ended_job(ranks.context, tiny(*GRID), [1, 1], Fault(1, fill_disk, WRITE, constants=grace)).outputs()
     assert sum("could not be saved (rank 1" in output for output in outputs) == 1

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from gpt4d.runtime import activity, activity_watch
+from gpt4d.runtime import activity, hangs
 from gpt4d.runtime.activity import Track
-from gpt4d.runtime.activity_watch import ActivityWatch
+from gpt4d.runtime.hangs import ActivityWatch
 from tests.support.faults import PHASES, Fault, block, replace_function, shorten_timeouts
 from tests.support.grids import full
 from tests.support.jobs import ended_job
@@ -38,7 +38,7 @@ _OTHERS = set(itertools.product(PHASES, (0, 1))) - {*_QUICK, ("begin", 1)}
 @pytest.mark.parametrize(("phase", "target"), [*_QUICK, *itertools.starmap(full, sorted(_OTHERS))])
 def test_a_hang_outside_the_collectives_names_the_rank_and_what_the_others_wait_for(ranks, tiny, phase, target):
     module, function, caller, name = PHASES[phase]
-    limit = {("gpt4d.runtime.activity_watch", "MIN_LIMIT_S"): 1.5}
+    limit = {("gpt4d.runtime.hangs", "MIN_LIMIT_S"): 1.5}
     fault = Fault(target, block, (module, function), 5 if phase == "update" else None, limit)
     if phase == "pending save":
         fault = functools.partial(save_forever_elsewhere, target)
@@ -125,7 +125,7 @@ def test_unlimited_work_always_progresses(watched):
 def test_time_counts_from_the_last_progress_of_any_rank(watched, monkeypatch):
     track, watch, _ = watched
     now = 1000.0
-    monkeypatch.setattr(activity_watch.time, "monotonic", lambda: now)
+    monkeypatch.setattr(hangs.time, "monotonic", lambda: now)
     with track.begin("a wait") as own, own.waiting():
         now += 50
         assert watch.waiting(0.0)["s"] == 50 and watch.waiting(since=1040.0)["s"] == 10

@@ -14,13 +14,11 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from gpt4d.config import ConfigError, NodeError
-from gpt4d.runtime import connection, errors, identity, rendezvous
-from gpt4d.runtime.connection import Connector
-from gpt4d.runtime.errors import PortTaken
-from gpt4d.runtime.identity import job_key
-from gpt4d.runtime.job_store import JobStore
+from gpt4d.config import ConfigError, commands
+from gpt4d.runtime import rendezvous
+from gpt4d.runtime.errors import NodeError, PortTaken
 from gpt4d.runtime.launch import Launch
+from gpt4d.runtime.rendezvous import Connector, JobStore, job_key
 from gpt4d.runtime.watchdog import Watchdog
 from tests.support.data_files import one_line
 from tests.support.faults import at_step, losses, shorten_timeouts
@@ -40,7 +38,7 @@ def wait_for_file(path) -> None:
 def stop_at_step_3(released, port_s, rank):
     """On a rank: wait in step 3 for the file ``released``, and for the port ``port_s`` seconds."""
     shorten_timeouts()
-    connection.PORT_S, connection.ANSWER_S, errors.PRINT_GRACE_S = port_s, min(1.0, port_s), 0.0
+    rendezvous.PORT_S, rendezvous.ANSWER_S, commands.PRINT_GRACE_S = port_s, min(1.0, port_s), 0.0
     at_step(3, lambda _: wait_for_file(released))
 
 
@@ -127,28 +125,20 @@ def send_random_messages(port: int, count: int) -> None:
                 raw.sendall(draw.randbytes(draw.randrange(1, 300)))
 
 
-class Server(dist.HashStore):
-    """A store that also tells strangers the names under which jobs store their values."""
-
-    def __init__(self):
-        super().__init__()
-        self.names: list[str] = []
-
-    def set(self, key, value):
-        self.names.append(key)
-        super().set(key, value)
-
-    def name_of(self, store: JobStore, key: str) -> str:
-        store.set(key, "any")
-        return self.names[-1]
+def name_of(server: dist.Store, store: JobStore, key: str) -> str:
+    """Return the name under which a job stores a new key, as a client that lists all names finds it."""
+    before = {*server.list_keys()}
+    store.set(key, "any")
+    (name,) = {*server.list_keys()} - before
+    return name
 
 
 def test_a_value_without_the_jobs_key_counts_as_missing():
-    server = Server()
+    server = dist.HashStore()
     ours, strangers = JobStore(server, b"ours"), JobStore(server, b"strangers")
-    theirs = server.name_of(strangers, "failure")
+    theirs = name_of(server, strangers, "failure")
     assert not ours.check(["failure"]), "two jobs must not share keys"
-    name, other = server.name_of(ours, "failure"), server.name_of(ours, "other")
+    name, other = (name_of(server, ours, key) for key in ("failure", "other"))
     for forged in (b"", b"no", server.get(theirs), server.get(other)):
         server.set(name, forged)
         assert not ours.check(["failure"])
@@ -160,11 +150,11 @@ def test_a_value_without_the_jobs_key_counts_as_missing():
 
 
 def test_a_forged_failure_does_not_end_a_job():
-    server = Server()
+    server = dist.HashStore()
     store = JobStore(server, b"key")
     watchdog = Watchdog(store, 0, 2, "nid1", lambda failure: None)
     forged = '{"rank": 1, "host": "elsewhere", "cause": "a stranger said so"}'
-    server.set(server.name_of(store, "failure"), forged)
+    server.set(name_of(server, store, "failure"), forged)
     assert watchdog.first_failure() is None
     assert watchdog.fail("the true cause", may_be_secondary=False).cause == "the true cause"
     assert (failure := watchdog.first_failure()) and (failure.rank, failure.cause) == (0, "the true cause")
@@ -184,7 +174,7 @@ def test_the_key_belongs_to_one_start_of_one_job(tmp_path, monkeypatch):
     keys = {job_key(launch, directory) for launch in starts for directory in (tmp_path / "a", tmp_path / "b")}
     assert len(keys) == 8
     assert job_key(Launch(3, 4, 0, 2, "h:1", 0, "71.0.0"), tmp_path / "a") == job_key(start, tmp_path / "a")
-    monkeypatch.setenv(identity.VARIABLE, "secret")
+    monkeypatch.setenv(rendezvous.VARIABLE, "secret")
     assert job_key(start, tmp_path / "a") == job_key(start, tmp_path / "c") not in keys
     assert not (tmp_path / "c").exists()
 
@@ -199,7 +189,7 @@ def test_a_secret_that_cannot_be_used_is_reported_with_its_path_and_the_remedy(t
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"file/\.secret: .*; make the directory writable and the file"):
         job_key(Launch(), tmp_path / "file")
-    monkeypatch.setattr(identity, "WRITTEN_S", 0.0)
+    monkeypatch.setattr(rendezvous, "WRITTEN_S", 0.0)
     (tmp_path / ".secret").write_text("abc")
     (tmp_path / ".secret").chmod(0o600)
     with pytest.raises(ConfigError, match=r"\.secret: incomplete; remove it"):
@@ -237,11 +227,11 @@ def accepts(address: str, port: int) -> bool:
 
 def test_the_store_listens_on_the_jobs_address_only(capfd, monkeypatch):
     port = free_port()
-    server = connection.serve("127.0.0.1", port, False, timedelta(seconds=10))
+    server = rendezvous.serve("127.0.0.1", port, False, timedelta(seconds=10))
     assert accepts("127.0.0.1", port) and not accepts("127.0.0.2", port)
     assert server.add("a", 1) == 1 and capfd.readouterr().err == ""
     with pytest.raises(OSError, match="in use"):
-        connection.serve("127.0.0.1", port, False, timedelta(seconds=10))
+        rendezvous.serve("127.0.0.1", port, False, timedelta(seconds=10))
 
 
 @pytest.mark.parametrize(
@@ -261,14 +251,14 @@ def test_the_store_listens_everywhere_only_if_the_jobs_address_is_unknown(
     monkeypatch.setattr(
         socket, "getaddrinfo", lambda host, *a, **k: resolved if host == "n1" else resolve(host, *a, **k)
     )
-    server = connection.serve("n1", port, on_one_host, timedelta(seconds=10))
+    server = rendezvous.serve("n1", port, on_one_host, timedelta(seconds=10))
     assert server.add("a", 1) == 1 and accepts("127.0.0.2", port) == listens_everywhere
     assert ("rank 0 listens on all of its interfaces" in capfd.readouterr().err) == listens_everywhere
 
 
 def test_a_port_whose_process_never_answers_is_reported_in_time(capfd, monkeypatch):
-    monkeypatch.setattr(connection, "PORT_S", 0.1)
-    monkeypatch.setattr(connection, "ANSWER_S", 0.1)
+    monkeypatch.setattr(rendezvous, "PORT_S", 0.1)
+    monkeypatch.setattr(rendezvous, "ANSWER_S", 0.1)
     with socket.create_server(("localhost", 0)) as silent:
         port = silent.getsockname()[1]
         with pytest.raises(PortTaken, match=f"MASTER_PORT={port}: another job uses this port of localhost; set"):
@@ -286,7 +276,7 @@ def test_a_rank_with_another_secret_of_the_same_start_says_so(monkeypatch, launc
     if launcher_serves:
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
         serving = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
-    monkeypatch.setattr(connection, "ANSWER_S", 1.0)
+    monkeypatch.setattr(rendezvous, "ANSWER_S", 1.0)
     ranks = [Launch(rank, 2, 0, 1, f"localhost:{port}", start="71.0.0") for rank in range(2)]
     first, _ = Connector(ranks[0], b"one", 60.0).connect()
     assert Connector(ranks[1], b"one", 60.0).connect()[0].check(["greeting"])

@@ -88,7 +88,7 @@ def take_terminal() -> None:
 def test_a_lost_terminal_saves_and_ends_with_exit_code_75(tmp_path):
     """The kernel sends SIGHUP when the terminal closes, and every print fails from then on."""
     body = f"""
-    from gpt4d.runtime.output import allow_lost_output
+    from gpt4d.config.commands import allow_lost_output
     allow_lost_output()
     with stop.deferred():
         print("ready", flush=True)

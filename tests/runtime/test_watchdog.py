@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from gpt4d.parallel.comm.stats import StartedCollective
 from gpt4d.runtime import hangs, watchdog
-from gpt4d.runtime.deadline_store import DeadlineStore, StoreLost
 from gpt4d.runtime.hangs import HangDetector, HangReport
+from gpt4d.runtime.rendezvous import DeadlineStore, StoreLost
 from gpt4d.runtime.watchdog import Watchdog
 
 

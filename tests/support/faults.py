@@ -43,10 +43,10 @@ def at_step(step: int, act: Callable[..., object]) -> None:
 
 def shorten_timeouts() -> None:
     """Make the watchdog faster."""
-    from gpt4d.runtime import activity_watch, rendezvous, watchdog
+    from gpt4d.runtime import hangs, job, watchdog
 
-    watchdog.HEARTBEAT_S, watchdog.SILENT_AFTER_ERROR_S, rendezvous.NOTICE_S = 0.1, 0.6, 1.0
-    watchdog.MIN_SILENT_S, activity_watch.MIN_LIMIT_S = 3.0, 3.0
+    watchdog.HEARTBEAT_S, watchdog.SILENT_AFTER_ERROR_S, job.NOTICE_S = 0.1, 0.6, 1.0
+    watchdog.MIN_SILENT_S, hangs.MIN_LIMIT_S = 3.0, 3.0
 
 
 def replace_function(path: str, name: str, function: Callable[..., object]) -> None:
