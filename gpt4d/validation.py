@@ -8,7 +8,7 @@ from gpt4d.plan import ParallelPlan
 from gpt4d.planner.fitting import check_memory
 from gpt4d.planner.resolve import resolve
 from gpt4d.task import registry as tasks
-from gpt4d.trackers.registry import check_trackers
+from gpt4d.trackers.run_trackers import check_trackers
 
 
 def validate(config: Config, world_size: int) -> ParallelPlan:

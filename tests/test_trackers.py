@@ -21,7 +21,7 @@ from PIL import Image
 from gpt4d.config import Config
 from gpt4d.runs import logger
 from gpt4d.runtime.signals import Stopped, StopRequest
-from gpt4d.trackers import registry, run_trackers
+from gpt4d.trackers import run_trackers
 from gpt4d.trackers.run_trackers import RunTrackers, tag
 from gpt4d.training import trainer
 from gpt4d.validation import validate
@@ -248,7 +248,7 @@ def start_a_hanging_tracker(*_):
 
 def hang_in_the_tracker(signaled, rank):
     run_trackers.END_S = run_trackers.STOP_S = 0.1
-    registry._TRACKERS["tensorboard"] = registry._Entry(start_a_hanging_tracker, (), "")
+    run_trackers._TRACKERS["tensorboard"] = run_trackers._Entry(start_a_hanging_tracker, (), "")
     if signaled:
         signal_itself(signal.SIGTERM, 2, 0, rank)
 
@@ -265,7 +265,7 @@ def test_tensorboard_without_its_directory_costs_one_warning_and_no_traceback(tm
     monkeypatch.setattr(threading, "excepthook", shown.append)  # prints tracebacks
     config = wandb_config()
     config.logging.trackers = ["tensorboard"]
-    trackers = registry.start_trackers(config, tmp_path, [])
+    trackers = run_trackers.start_trackers(config, tmp_path, [])
     shutil.rmtree(tmp_path / "tensorboard")
     log_steps(trackers, 1, 2, 3)
     trackers.close()
@@ -297,14 +297,14 @@ def check(words):
 
 @pytest.mark.parametrize("name", POINTS)
 def test_a_missing_package_is_one_line_with_the_command_before_any_process_group(monkeypatch, name):
-    monkeypatch.setattr(registry, "find_spec", lambda module: None)
+    monkeypatch.setattr(run_trackers, "find_spec", lambda module: None)
     install = "wandb" if name == "wandb" else f"'gpt4d[{name}]'"
     message = f"logging.trackers=[{name}]: the package {name} is not installed; run pip install {install}"
     assert not wrong_messages([(f"logging.trackers=[{name}]", f"^{message}")], check)
 
 
 def test_a_setting_that_a_tracker_needs_is_checked(monkeypatch):
-    monkeypatch.setattr(registry, "find_spec", lambda module: module)
+    monkeypatch.setattr(run_trackers, "find_spec", lambda module: module)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     mistakes = [
         ("logging.online=true logging.trackers=[mlflow]", "^logging.online=true: … MLFLOW_TRACKING_URI, or"),
@@ -321,9 +321,9 @@ def test_a_connection_to_a_server_is_announced_and_an_end_of_its_package_is_one_
 
     config = wandb_config()
     config.logging.online = True
-    monkeypatch.setitem(registry._TRACKERS, "wandb", registry._Entry(connect, (), ""))
+    monkeypatch.setitem(run_trackers._TRACKERS, "wandb", run_trackers._Entry(connect, (), ""))
     with one_line("logging.online=true: wandb reports 'no server'; correct it, or leave wandb out"):
-        registry.start_trackers(config, tmp_path, [])
+        run_trackers.start_trackers(config, tmp_path, [])
 
 
 def test_an_error_of_wandb_is_one_line(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from typing import Any
 from gpt4d.config import Config
 from gpt4d.runs.tables import duration
 from gpt4d.runtime.writing import LineLog, read_log
-from gpt4d.trackers.registry import start_trackers
+from gpt4d.trackers.run_trackers import start_trackers
 
 _LARGEST_EXPONENT = 700.0  # math.exp overflows above 709
 

@@ -193,7 +193,7 @@ def _fail(*_: object) -> None:
 def prepare_rank() -> None:
     """Make the watchdog faster, also in the first steps, and the tracker fail in every fifth step."""
     from gpt4d.runtime import hangs
-    from gpt4d.trackers.tensorboard import TensorBoardTracker
+    from gpt4d.trackers.backends import TensorBoardTracker
 
     shorten_timeouts()
     hangs.STARTUP_S = 8.0
