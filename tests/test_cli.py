@@ -60,7 +60,7 @@ def test_serial_and_torchrun_runs_agree_and_generate_equal_text(ranks, tiny, tmp
     again = run_command(ranks.context, TRAIN, *overrides(tiny()), *short, f"run.dir={grid}")
     assert again.returncode == 0 and "is complete" in again.stdout
 
-    command, arguments = ("-m", "gpt4d.inference.generate"), ("prompt=alpha: ${beta} = ", "tokens=5", "temperature=0")
+    command, arguments = ("-m", "gpt4d", "generate"), ("prompt=alpha: ${beta} = ", "tokens=5", "temperature=0")
     texts = [run_command(ranks.context, *command, f"checkpoint={run}", *arguments) for run in (serial, grid)]
     texts.append(run_command(ranks.context, *command, f"checkpoint={serial}", *arguments, "gx=2", "stages=2", ranks=4))
     assert all(text.returncode == 0 for text in texts), [text.stderr for text in texts]
@@ -82,5 +82,5 @@ def test_generate_reports_mistakes_in_one_line(ranks):
     ]
     assert not wrong_messages(mistakes, generate.main)
     arguments, message = mistakes[0]
-    done = run_command(ranks.context, "-m", "gpt4d.inference.generate", *arguments)
+    done = run_command(ranks.context, "-m", "gpt4d", "generate", *arguments)
     assert done.returncode == 1 and done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1

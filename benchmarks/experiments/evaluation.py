@@ -108,12 +108,13 @@ def run(settings: Settings) -> Iterator[dict]:
         theirs: Any = HFLM(pretrained=str(source), device="cpu", dtype="float32", batch_size=settings.batch_size)
         checkpoint = Checkpoint.open(imported)
         plan = inference_plan(checkpoint.meta.model, InferenceConfig(str(imported)), 1)
-        with trained_model(checkpoint, plan, Launch.from_environment()) as model:
+        with trained_model(checkpoint, plan, Launch.from_environment()) as stage:
             torch.set_num_threads(settings.threads)
             settings_of_model: Any = checkpoint.meta.model
-            tokenizer = transformers_tokenizer.load(model.files, imported, settings_of_model.max_positions)
-            ends = transformers_tokenizer.end_tokens(tokenizer, model.files)
-            shared = SharedModel(model.stage, tokenizer, ends, settings.batch_size)
+            files = checkpoint.model_files()
+            tokenizer = transformers_tokenizer.load(files, imported, settings_of_model.max_positions)
+            ends = transformers_tokenizer.end_tokens(tokenizer, files)
+            shared = SharedModel(stage, tokenizer, ends, settings.batch_size)
             results = compare(
                 settings,
                 {

@@ -11,9 +11,8 @@ from tqdm import tqdm
 
 from gpt4d.config import ConfigError
 from gpt4d.data import tokenizers, transformers_tokenizer
-from gpt4d.evaluation import results as of_tasks
 from gpt4d.evaluation.shared_model import SharedModel
-from gpt4d.evaluation.tasks import Result, Tasks, named_as_in_training
+from gpt4d.evaluation.tasks import Result, Tasks, named_as_in_training, result_values
 from gpt4d.parallel.stage import Stage
 from gpt4d.plan import ParallelPlan
 from gpt4d.runs.logger import NullLogger, RunLogger
@@ -77,7 +76,7 @@ class TrainingEvaluation:
             return
         if results is not None:
             message = f"step {progress.step}/{self.config.train.steps}  {_line(results)}"
-            values = {"limit": self.config.evaluate.limit, "tasks": of_tasks.values(results)}
+            values = {"limit": self.config.evaluate.limit, "tasks": result_values(results)}
             log.event("evaluation", message, **reached, **values)
 
 

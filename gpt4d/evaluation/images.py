@@ -63,7 +63,8 @@ def evaluate(
     features = run_on_all_ranks(
         lambda: inception_features(_weights_file(inception), stage.weights.device), "loading Inception-v3"
     )
-    distance = fid(features, generated, _batches(real), stage)
+    batches = (real[first : first + _AT_ONCE] for first in range(0, len(real), _AT_ONCE))
+    distance = fid(features, generated, batches, stage)
     message = f"FID between {compared}: {distance:.4f}"
     if min(count, len(real)) < _FEATURES:
         message += f"; fewer images than {_FEATURES:,} features, so compare it with equal numbers of images only"
@@ -150,7 +151,3 @@ def _weights_file(inception: str | None) -> Path:
 def _generated(stage: Stage, count: int, steps: int, seed: int) -> Iterator[np.ndarray]:
     for first in range(0, count, _AT_ONCE):
         yield generated_images(stage, min(_AT_ONCE, count - first), steps, seed, first)
-
-
-def _batches(images: np.ndarray) -> Iterator[np.ndarray]:
-    return (images[first : first + _AT_ONCE] for first in range(0, len(images), _AT_ONCE))

@@ -12,7 +12,6 @@ from gpt4d.runtime import activity
 from gpt4d.runtime.consensus import run_on_rank0
 from gpt4d.task.generation import continued
 from gpt4d.task.scoring import Continuation, Score, Scorer
-from gpt4d.task.stopping import StopTexts
 from gpt4d.task.task import Sampling
 
 if TYPE_CHECKING:
@@ -91,3 +90,24 @@ class SharedModel:
         sampling, texts, tokens = Sampling(**request["sampling"]), request["texts"], request["tokens"]
         new = continued(self.stage, texts, tokens, self.end, sampling=sampling, ends=ends)
         return [ends.text(ids) for ids in new]
+
+
+class StopTexts:
+    """Ends texts that contain one of the ``stops`` (gpt4d.task.generation.Ends)."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", stops: Sequence[str]):
+        self.tokenizer, self.stops = tokenizer, [stop for stop in stops if stop]
+        # A token may have no visible character, and the first characters may be parts of one.
+        self._longest = 8 + max((len(stop.encode()) for stop in self.stops), default=0)
+
+    def __call__(self, index: int, new: Sequence[int]) -> bool:
+        end = self._decoded(new[-self._longest :]) if self.stops else ""
+        return any(stop in end for stop in self.stops)
+
+    def text(self, new: Sequence[int]) -> str:
+        """Return the text of ids up to the first stop."""
+        text = self._decoded(new)
+        return text[: min((text.index(stop) for stop in self.stops if stop in text), default=len(text))]
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))

@@ -8,6 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.table import Table
+
 from gpt4d.config import ConfigError
 from gpt4d.runtime.errors import one_line
 
@@ -51,7 +53,7 @@ class Tasks:
     ):
         from lm_eval.tasks import TaskManager
 
-        from gpt4d.evaluation.task_code import render_in_sandbox, without_code
+        from gpt4d.evaluation.harness import render_in_sandbox, without_code
 
         render_in_sandbox()
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -159,3 +161,25 @@ def _results(found: Mapping[str, Mapping[str, Any]]) -> list[Result]:
             name = metric if answers == "none" else f"{metric} ({answers})"
             results.append(Result(task, name, float(value), error if isinstance(error, float) else None))
     return results
+
+
+def results_table(results: Sequence[Result]) -> Table:
+    """Return a table with a line for each metric of each task."""
+    found = Table("task", "metric")
+    for title in ("value", "± error"):
+        found.add_column(title, justify="right")
+    for result in results:
+        error = "" if result.error is None else f"{result.error:.4f}"
+        found.add_row(result.task, result.metric, f"{result.value:.4f}", error)
+    return found
+
+
+def result_values(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
+    """Return the values by task and metric; the standard error of a metric is at ``metric ± error``."""
+    found: dict[str, dict[str, Any]] = {}
+    for result in results:
+        of_task = found.setdefault(result.task, {})
+        of_task[result.metric] = result.value
+        if result.error is not None:
+            of_task[f"{result.metric} ± error"] = result.error
+    return found

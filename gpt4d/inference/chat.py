@@ -9,7 +9,6 @@ In the terminal, /reset begins a new conversation, Ctrl-C stops an answer, and C
 
 import json
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ import torch.distributed as dist
 
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import ConfigError, asks_for_help, from_arguments, setting
-from gpt4d.config.commands import one_line_errors
 from gpt4d.data import tokenizers, transformers_tokenizer
 from gpt4d.data.chat_template import all_templates, limits, template_for
 from gpt4d.data.conversations import Conversation, Unread, parse, row_of, unread_keys
@@ -31,7 +29,7 @@ from gpt4d.runtime.errors import one_line
 from gpt4d.runtime.launch import Launch
 from gpt4d.runtime.writing import replace_file, required_file, warn
 from gpt4d.task import registry as tasks
-from gpt4d.task.generation import prompt_lines
+from gpt4d.task.generation import continued, prompt_lines
 from gpt4d.task.task import InferenceConfig, Sampling
 
 Message = dict[str, Any]  # with role and content
@@ -106,8 +104,6 @@ class Chat:
             show: called with each new part of the first answer.
             interrupted: as for ``gpt4d.task.generation.continued``.
         """
-        from gpt4d.task.generation import continued
-
         shown = 0
 
         def show_new(text: str) -> None:
@@ -260,9 +256,9 @@ def main(arguments: list[str]) -> None:
                 f"{location} has {len(ids[-1])} tokens, which leave no room for an answer in the model's maximum "
                 f"length of {settings.max_positions}; shorten it"
             )
-    with trained_model(checkpoint, plan, launch) as model:
+    with trained_model(checkpoint, plan, launch) as stage:
         end = transformers_tokenizer.end_tokens(tokenizer, files)
-        chat = Chat(model.stage, tokenizer, end, config)
+        chat = Chat(stage, tokenizer, end, config)
         if config.prompts is None:
             chat.talk(lambda: input("> "), lambda text: print(text, end="", flush=True))
         else:
@@ -331,8 +327,3 @@ def _answer_file(chat: Chat, conversations: list[Conversation], ids: list[list[i
             replace_file(out, "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in complete))
         cut = sum(not answer.complete for answer in answers.values())
         print(f"{len(answers)} answers in {out}" + (f"; {cut} are cut, with finish_reason length" if cut else ""))
-
-
-if __name__ == "__main__":
-    with one_line_errors():
-        main(sys.argv[1:])

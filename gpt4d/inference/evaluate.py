@@ -7,7 +7,6 @@ python -m gpt4d evaluate checkpoint=runs/NAME metrics=fid images=2000
 """
 
 import json
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +16,8 @@ from rich.console import Console
 
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import ConfigError, asks_for_help, from_arguments, setting
-from gpt4d.config.commands import one_line_errors
 from gpt4d.data import transformers_tokenizer
-from gpt4d.evaluation import results as of_tasks
-from gpt4d.evaluation.tasks import Tasks, check_names
+from gpt4d.evaluation.tasks import Tasks, check_names, result_values, results_table
 from gpt4d.inference.model import inference_plan, trained_model
 from gpt4d.plan import ParallelPlan
 from gpt4d.runs.logger import last_elapsed_s
@@ -95,28 +92,28 @@ def _evaluate_text(config: EvaluateConfig, checkpoint: Checkpoint, plan: Paralle
     tokenizer = transformers_tokenizer.load(files, checkpoint.path, settings.max_positions)
     if config.chat_template and not tokenizer.chat_template:
         raise ConfigError("chat_template=true: the checkpoint's tokenizer has no chat template; leave it out")
-    with trained_model(checkpoint, plan, launch) as model:
+    with trained_model(checkpoint, plan, launch) as stage:
         from gpt4d.evaluation.shared_model import SharedModel
 
         loaded: list[Tasks] = []  # on rank 0
         limits = config.limit, config.num_fewshot, config.chat_template, config.allow_code
         run_on_rank0(lambda: loaded.append(Tasks(names, *limits)), "loading the tasks")
         ends = transformers_tokenizer.end_tokens(tokenizer, files)
-        shared = SharedModel(model.stage, tokenizer, ends, config.batch_size)
+        shared = SharedModel(stage, tokenizer, ends, config.batch_size)
         began = time.monotonic()
         results = shared.run(lambda: loaded[0].evaluate(shared))
         if results is not None:
-            Console().print(of_tasks.table(results))
-            values = {"limit": config.limit, "tasks": of_tasks.values(results)}
+            Console().print(results_table(results))
+            values = {"limit": config.limit, "tasks": result_values(results)}
             _report(config, checkpoint, values, time.monotonic() - began)
 
 
 def _evaluate_images(config: EvaluateConfig, checkpoint: Checkpoint, plan: ParallelPlan, launch: Launch) -> None:
     from gpt4d.evaluation import images
 
-    with trained_model(checkpoint, plan, launch) as model:
+    with trained_model(checkpoint, plan, launch) as stage:
         began, real = time.monotonic(), images.training_images(checkpoint)
-        result = images.evaluate(model.stage, real, config.images, config.steps, config.seed, config.inception)
+        result = images.evaluate(stage, real, config.images, config.steps, config.seed, config.inception)
         if launch.rank == 0:
             print(result.message)
             _report(config, checkpoint, result.values, time.monotonic() - began)
@@ -137,8 +134,3 @@ def _report(config: EvaluateConfig, checkpoint: Checkpoint, found: dict[str, Any
         file = LineLog(log)
         file.append(json.dumps(line))
         file.close()
-
-
-if __name__ == "__main__":
-    with one_line_errors():
-        main(sys.argv[1:])

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from gpt4d.config import ConfigError
-from gpt4d.evaluation import during_training, results
+from gpt4d.evaluation import during_training
 from gpt4d.evaluation.harness import Harness
-from gpt4d.evaluation.tasks import Tasks
+from gpt4d.evaluation.tasks import Tasks, result_values
 from gpt4d.training.trainer import Trainer
 from gpt4d.validation import validate
 from tests.evaluation.offline_tasks import write_tasks
@@ -38,7 +38,7 @@ PLANS = [
 def results_of(checkpoint, names, limit):
     """Return the results of a checkpoint on one rank, as gpt4d evaluate computes them."""
     with shared_model(checkpoint, batch_size=2) as model:
-        return results.values(model.run(lambda: Tasks(names, limit).evaluate(model, errors=False)))
+        return result_values(model.run(lambda: Tasks(names, limit).evaluate(model, errors=False)))
 
 
 @pytest.mark.parametrize(("world", "overrides"), PLANS, ids=str)

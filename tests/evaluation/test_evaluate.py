@@ -38,7 +38,7 @@ def test_results_go_to_the_console_a_file_and_the_metrics_of_the_run(ranks, tiny
     arguments = [f"checkpoint={run_dir}", f"tasks={files['choices']},{files['answers']}", "limit=4"]
     outs = [tmp_path / f"results-{number}.json" for number in range(2)]
     evaluate.main([*arguments, f"out={outs[0]}"])
-    done = run_command(ranks.context, "-m", "gpt4d.inference.evaluate", *arguments, f"out={outs[1]}", "gx=2", ranks=2)
+    done = run_command(ranks.context, "-m", "gpt4d", "evaluate", *arguments, f"out={outs[1]}", "gx=2", ranks=2)
     assert done.returncode == 0, done.stderr
     for printed in (capsys.readouterr().out, done.stdout):
         assert "acc_norm" in printed and "exact_match" in printed

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from gpt4d.checkpoint.importer import import_model
 from gpt4d.config import ConfigError
-from gpt4d.evaluation import results, task_code
+from gpt4d.evaluation import harness
 from gpt4d.evaluation.harness import Harness
-from gpt4d.evaluation.tasks import Tasks
+from gpt4d.evaluation.tasks import Tasks, result_values
 from tests.evaluation.offline_tasks import write_tasks
 from tests.support.data_files import one_line
 from tests.support.evaluation_models import TEXT, imported, shared_model
@@ -120,7 +120,7 @@ def test_results_of_tasks_equal_those_of_the_harness(ranks, directories, tmp_pat
     lm = HFLM(pretrained=str(source), device="cpu", dtype="float32", batch_size=2)
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
     theirs = simple_evaluate(lm, tasks=[*files], task_manager=manager, log_samples=False)["results"]
-    ours = results.values(found)
+    ours = result_values(found)
     assert ours.keys() == theirs.keys() == files.keys()
     for task, values in ours.items():
         for metric, value in values.items():
@@ -190,8 +190,8 @@ CODE = [  # the rest of a task's file, and the line
 def test_files_of_tasks_execute_no_code(tmp_path, monkeypatch, line, message):
     monkeypatch.chdir(tmp_path)
     if message == "takes more than":
-        monkeypatch.setattr(task_code, "_SECONDS", -1.0)
-    monkeypatch.setattr(task_code, "_CHARACTERS", 10_000)
+        monkeypatch.setattr(harness, "_SECONDS", -1.0)
+    monkeypatch.setattr(harness, "_CHARACTERS", 10_000)
     path = write_tasks(tmp_path)["choices"]
     kept = [each for each in path.read_text().splitlines() if not each.startswith(line.split(":")[0])]
     path.write_text("\n".join([*kept, line]))
@@ -205,5 +205,5 @@ def test_files_of_tasks_execute_no_code(tmp_path, monkeypatch, line, message):
 def test_functions_of_the_harness_need_no_permission():
     from lm_eval.tasks import _yaml_loader
 
-    with task_code.without_code(allowed=False, local=True):
-        assert callable(_yaml_loader._import_func_in_yml("utils.process_docs", task_code._LIBRARY / "hellaswag"))
+    with harness.without_code(allowed=False, local=True):
+        assert callable(_yaml_loader._import_func_in_yml("utils.process_docs", harness._LIBRARY / "hellaswag"))
