@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from gpt4d.config import ConfigError, GridSizes, TrainConfig, batch_size_at, samples_of, steps_for
+from gpt4d.config import ConfigError, GridSizes, TrainConfig, batch_size_at
+from gpt4d.config.length import samples_of, steps_for
 from gpt4d.planner.workload import micro_batch_sizes
 from gpt4d.validation import validate
 from tests.support.commands import wrong_messages

@@ -1,6 +1,6 @@
 """Every key of the configuration: another value changes no loss, or a resume refuses or reports it, or it is rejected.
 
-The effect in gpt4d.config.identity decides which of the claims a key has to meet. A key without a row fails.
+The effect in gpt4d.config.keys decides which of the claims a key has to meet. A key without a row fails.
 """
 
 import sys

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from gpt4d.config import ConfigError, check_allowed, effect_of
+from gpt4d.config import ConfigError, effect_of
+from gpt4d.config.keys import check_allowed
 from gpt4d.runs import starts
 from tests.support.grids import full, metric_lines, train_in_rank
 from tests.support.rank_pool import RankFailure

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gpt4d.config import ConfigError, profiled_steps, with_epochs, with_steps
+from gpt4d.config import ConfigError, profiled_steps, with_epochs
+from gpt4d.config.length import with_steps
 from gpt4d.model import registry  # noqa: F401 – registers the families' settings
 from gpt4d.validation import validate
 from tests.support.commands import wrong_messages

@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from gpt4d.config import CONFIG_DIR, conditional_keys, known_keys, unused_keys
+from gpt4d.config import CONFIG_DIR, known_keys
+from gpt4d.config.checks import conditional_keys, unused_keys
 from gpt4d.model import registry  # noqa: F401 – registers the families' settings
 from tests.support.config_overrides import configured_quickly
 from tests.support.grids import full

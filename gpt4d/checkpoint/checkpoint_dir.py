@@ -27,9 +27,9 @@ from gpt4d.config import (
     ModelConfig,
     changes,
     check_changes,
-    is_allowed,
     recorded_settings,
 )
+from gpt4d.config.keys import is_allowed
 from gpt4d.data import tokenizers
 from gpt4d.data.transformers_tokenizer import GENERATION_SETTINGS
 from gpt4d.model import registry

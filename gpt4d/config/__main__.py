@@ -6,7 +6,7 @@ Prints key, default, type, limits and meaning of the key, or of all keys whose n
 import sys
 
 from gpt4d.config.commands import one_line_errors
-from gpt4d.config.overrides import asks_for_help
+from gpt4d.config.composing import asks_for_help
 from gpt4d.config.reference import explain
 from gpt4d.model import registry  # noqa: F401 – registers the families' settings
 

@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from gpt4d.config.batch_ramp import batch_sizes, ramp_text
-from gpt4d.config.cluster import check_cluster, check_precision
+from gpt4d.config.composing import CONFIG_DIR, preset
 from gpt4d.config.conditions import has_experts
-from gpt4d.config.fields import check_limits
-from gpt4d.config.identity import check_allowed
-from gpt4d.config.schema import HELD_OUT, Config, GridSizes, MuonConfig, ParallelConfig, TrainConfig
-from gpt4d.config.values import divisors, shortened, value_of
+from gpt4d.config.fields import LARGEST, check_at_least, check_limits, command_text, divisors, shortened, value_of
+from gpt4d.config.keys import check_allowed, known_keys, stated
+from gpt4d.config.length import batch_sizes, ramp_text
+from gpt4d.config.schema import HELD_OUT, ClusterConfig, Config, GridSizes, MuonConfig, ParallelConfig, TrainConfig
 from gpt4d.runtime.errors import ConfigError
 
 FLOAT8_MULTIPLE = 16  # divides the rows, columns and contracted elements of a float8 product on a GPU
@@ -270,43 +269,30 @@ def _check_keep_best(config: Config) -> None:
 
 
 def _check_cuda_graphs(config: Config) -> None:
-    if not config.train.cuda_graphs:
-        return
-    if config.data.reset_attention:
-        raise ConfigError(
-            "train.cuda_graphs=true: data.reset_attention=true gives attention other shapes in each batch; set one of "
-            "these keys to false"
-        )
-    if has_experts(config):
-        raise ConfigError(
-            "train.cuda_graphs=true: the experts of a mixture receive other numbers of tokens in each batch; leave it "
-            "out"
-        )
-    if config.data.source == "chat":
-        raise ConfigError(
-            "train.cuda_graphs=true: data.source=chat gives attention and loss other shapes and divisors in each "
-            "batch; leave it out"
-        )
-    if config.profile.steps is not None:
-        raise ConfigError(
-            f"train.cuda_graphs=true: profile.steps={config.profile.steps} records layers, which do not run when a "
-            "graph is replayed; leave one of these keys out"
-        )
+    data, steps = config.data, config.profile.steps
+    for found, problem in (
+        (data.reset_attention, "data.reset_attention=true gives attention other shapes in each batch; set one of these "
+            "keys to false"),
+        (has_experts(config), "the experts of a mixture receive other numbers of tokens in each batch; leave it out"),
+        (data.source == "chat", "data.source=chat gives attention and loss other shapes and divisors in each batch; "
+            "leave it out"),
+        (steps is not None, f"profile.steps={steps} records layers, which do not run when a graph is replayed; leave "
+            "one of these keys out"),
+    ):  # fmt: skip
+        if config.train.cuda_graphs and found:
+            raise ConfigError(f"train.cuda_graphs=true: {problem}")
 
 
 def _check_mode(parallel: ParallelConfig) -> None:
-    if parallel.mode == "atp":
-        for key, name in (("gx", "d1"), ("gy", "d2")):
-            if (size := getattr(parallel, key)) != 1:
-                raise ConfigError(
-                    f"parallel.{key}={size}: its name in parallel.mode=atp is {name}; use parallel.{name}={size}"
-                )
-    else:
-        for key, name in (("d1", "gx"), ("d2", "gy")):
-            if (size := getattr(parallel, key)) is not None:
-                raise ConfigError(
-                    f"parallel.{key}={size}: belongs to parallel.mode=atp; set that, or use parallel.{name}={size}"
-                )
+    for key, name in (("gx", "d1"), ("gy", "d2")):
+        if parallel.mode == "atp" and (size := getattr(parallel, key)) != 1:
+            raise ConfigError(
+                f"parallel.{key}={size}: its name in parallel.mode=atp is {name}; use parallel.{name}={size}"
+            )
+        if parallel.mode != "atp" and (size := getattr(parallel, name)) is not None:
+            raise ConfigError(
+                f"parallel.{name}={size}: belongs to parallel.mode=atp; set that, or use parallel.{key}={size}"
+            )
 
 
 def _check_layers(parallel: ParallelConfig, blocks: int) -> None:
@@ -317,3 +303,87 @@ def _check_layers(parallel: ParallelConfig, blocks: int) -> None:
         raise ConfigError("parallel.cache_scope=step: no weights are kept; use parallel.cache_layers=all")
     if not 0 <= whole <= blocks:
         raise ConfigError(f"parallel.replicated_layers={whole}: not a number of blocks; use 0 to {blocks}")
+
+
+def check_precision(precision: str, cluster: ClusterConfig) -> None:
+    """Raise ConfigError if ``train.precision`` needs products that the GPUs of a machine do not have."""
+    if precision == "fp8" and cluster.device == "cuda" and cluster.fp8_tflops is None:
+        raise ConfigError(
+            f"train.precision=fp8: {cluster.name} has no float8 products (cluster.fp8_tflops=null); use "
+            "train.precision=bf16, or set the rate of NVIDIA GPUs of compute capability 8.9 or higher"
+        )
+
+
+def check_cluster(cluster: ClusterConfig) -> None:
+    """Check relations between the settings of a machine. Raises ConfigError for an impossible combination."""
+    if cluster.memory_gib is None and cluster.host_gib is None:
+        raise ConfigError("cluster.memory_gib=null: the memory of a device is unknown; set it, or cluster.host_gib")
+    if not cluster.levels:
+        raise ConfigError("cluster.levels=[]: a machine needs a level of links; use [{group_gb_s: 1}], for example")
+    for number, level in enumerate(cluster.levels):
+        if level.ranks is None and number:
+            raise ConfigError(
+                f"cluster.levels[{number}].ranks=null: only the outermost level may be open; set the number of its "
+                "members"
+            )
+    for number, entry in enumerate(cluster.measured):
+        check_at_least(f"cluster.measured[{number}].local·nodes", entry.local * entry.nodes, 2)
+    if cluster.atp_gb_s is not None and not _are_bandwidths(cluster.atp_gb_s):
+        raise ConfigError(
+            f"cluster.atp_gb_s={cluster.atp_gb_s}: not a map of meshes to two bandwidths; use values above 0, and null "
+            "for a dimension of one device: {2x4: [1.2, 4.95], 8x1: [0.97, null]}"
+        )
+
+
+def _are_bandwidths(bandwidths: Any) -> bool:
+    if not isinstance(bandwidths, dict):
+        return False
+    for mesh, pair in bandwidths.items():
+        dims = re.fullmatch(r"(\d+)x(\d+)", str(mesh))
+        if not dims or not isinstance(pair, list) or len(pair) != 2:
+            return False
+        for size, bandwidth in zip(map(int, dims.groups()), pair, strict=True):
+            if (bandwidth is None) != (size == 1) or (bandwidth is not None and not 0 < bandwidth <= LARGEST):
+                return False
+    return True
+
+
+def unused_keys(config: Config) -> dict[str, str]:
+    """Return the keys that are set but not read by a run of ``config``, each with the reason and the remedy.
+
+    Every run reads the settings without a condition (``setting(read_if=…)``), or may name them (``data.cache_dir``, the
+    machine ``cluster``). A key is set if its value differs from the schema's default. Keys of ``data``, ``model`` and
+    ``optim`` must also differ from the value in the chosen file of ``configs/``.
+    """
+    default = Config(model=type(config.model)())
+    reasons = {
+        key: next(filter(None, (condition(config) for each in stated(key, "read_if") for condition in each)), None)
+        for key in conditional_keys()
+        if _is_set(config, default, key)
+    }
+    return {key: reason for key, reason in reasons.items() if reason}
+
+
+def check_unused(config: Config) -> None:
+    """Raise ConfigError for the first key that is set but not read by a run of ``config``."""
+    for key, reason in unused_keys(config).items():
+        raise ConfigError(f"{key}={command_text(value_of(config, key))}: {reason}")
+
+
+def conditional_keys() -> list[str]:
+    """Return the keys that only some configurations read."""
+    return [key for key in known_keys() if stated(key, "read_if")]
+
+
+def _is_set(config: Config, defaults: Config, key: str) -> bool:
+    group, _, name = key.partition(".")
+    if group == "model" and not hasattr(config.model, name):
+        return False
+    value: Any = value_of(config, key)
+    default = value_of(defaults, key)
+    if value == (None if key == "data.tokenizer_vocab" else default) or value in stated(key, "off"):  # interpolated
+        return False
+    if group == "optim":  # from the model's file, or a file of configs/optim, which the model's file may name
+        files = [preset("optim", path.stem) for path in CONFIG_DIR.glob("optim/*.yaml")]
+        return all(value != file.get(name) for file in [preset("model", config.model.name, "optim"), *files])
+    return group not in ("data", "model") or value != preset(group, getattr(config, group).name).get(name, default)

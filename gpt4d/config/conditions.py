@@ -13,8 +13,7 @@ from gpt4d.config.data_files import (
     tokenizer_file,
     written_source,
 )
-from gpt4d.config.fields import Condition
-from gpt4d.config.values import command_text, value_of
+from gpt4d.config.fields import Condition, command_text, value_of
 
 _MADE_BEFORE = (
     "data.source={0.data.source} was prepared before; leave it out, or set it for python -m gpt4d.data.prepare"
@@ -63,10 +62,6 @@ def _is_prepared(config: Any) -> bool:
     """Return whether all data are directories of token files, which have a tokenizer and held-out documents."""
     source = config.data.source
     return source == "tokens" or (source == "blend" and all(map(os.path.isdir, _blended(config))))
-
-
-def _has_tokenizer(config: Any) -> bool:
-    return config.data.tokenizer or not (config.data.source == "megatron" or any(map(is_megatron, _blended(config))))
 
 
 def with_path(config: Any) -> str | None:
@@ -133,7 +128,10 @@ with_other_tokenizer = if_true(
     "data.source={0.data.source} has the tokenizer that made its tokens; leave it out",
 )
 with_tokenizer = if_true(
-    _has_tokenizer, "Megatron's files have no tokenizer; set data.tokenizer to the one that made them"
+    lambda config: (
+        config.data.tokenizer or not (config.data.source == "megatron" or any(map(is_megatron, _blended(config))))
+    ),
+    "Megatron's files have no tokenizer; set data.tokenizer to the one that made them",
 )
 in_stages = if_true(lambda config: (config.parallel.pipeline.stages or 1) > 1, _ONE_STAGE)
 in_possible_stages = if_true(  # mode=auto may choose several

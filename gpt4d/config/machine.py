@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 
 class GpuModel(NamedTuple):
-    """Rates of a GPU. The vendor states the peak; all other rates are estimates."""
+    """Rates of a GPU and its usual nodes. Vendors state memory, peak and nodes; all other rates are estimates."""
 
+    memory_gib: float  # as torch reports it, which is less than the vendor's number
     peak_tflops: float | None  # dense bf16
     matmul_tflops: float  # reached by a large product
     attention_tflops: float | None  # in causal attention without masked products; None: unknown
@@ -24,87 +25,46 @@ class GpuModel(NamedTuple):
     link_gb_s: float  # to other GPUs of its node, in each direction
     network_gb_s: float  # a GPU's share of its node's links to other nodes
     fp8_tflops: float | None = None  # reached by a large float8 product; None: the GPU has none that gpt4d supports
-
-
-# Keys are words of torch's device names. The first matching key counts.
-_GPUS = {
-    "GB300": GpuModel(2500, 1650, None, 6000, 900, 50, 2900),
-    "B300": GpuModel(2250, 1500, None, 6000, 900, 100, 2600),
-    "GB200": GpuModel(2500, 1650, None, 6000, 900, 50, 2900),
-    "B200": GpuModel(2250, 1500, None, 6000, 900, 50, 2600),
-    "GH200": GpuModel(989, 650, 400, 3200, 100, 25, 1150),
-    "H200 NVL": GpuModel(835, 550, 330, 4000, 50, 25, 950),
-    "H200": GpuModel(989, 680, 400, 4000, 450, 50, 1200),
-    "H100 NVL": GpuModel(835, 500, 330, 3200, 50, 25, 880),
-    "H100 PCIe": GpuModel(756, 450, 260, 1700, 50, 25, 780),
-    "H100": GpuModel(989, 650, 400, 2800, 450, 50, 1150),
-    "H800": GpuModel(989, 650, 400, 2800, 200, 50, 1150),
-    "H20": GpuModel(148, 130, None, 3400, 450, 50, 250),
-    "A100 80GB PCIe": GpuModel(312, 220, 140, 1600, 25, 12.5),
-    "A100-PCIE": GpuModel(312, 220, 140, 1300, 25, 12.5),
-    "A100-SXM4-40GB": GpuModel(312, 240, 150, 1300, 300, 25),
-    "A100": GpuModel(312, 240, 150, 1700, 300, 25),
-    "A800": GpuModel(312, 240, 150, 1700, 200, 25),
-    "L40S": GpuModel(362, 200, None, 700, 25, 12.5, 380),
-    "RTX 6000 Ada": GpuModel(364, 200, None, 800, 25, 12.5, 380),
-    "RTX A6000": GpuModel(155, 100, None, 650, 25, 12.5),
-    "RTX 5090": GpuModel(209, 170, None, 1500, 25, 1.25, 320),
-    "RTX 4090": GpuModel(165, 140, None, 850, 20, 1.25, 260),
-    "RTX 3090": GpuModel(71, 60, None, 800, 20, 1.25),
-    "MI355X": GpuModel(2500, 1200, None, 6000, 450, 50),
-    "MI350X": GpuModel(2300, 1100, None, 6000, 450, 50),
-    "MI325X": GpuModel(1307, 600, None, 4300, 300, 50),
-    "MI300X": GpuModel(1307, 600, None, 3500, 300, 50),
-    "MI300A": GpuModel(981, 450, None, 3500, 100, 25),
-    "MI250X": GpuModel(191.5, 110, None, 1200, 150, 12.5),
-    "MI250": GpuModel(181, 105, None, 1200, 150, 12.5),
-    "MI210": GpuModel(181, 105, None, 1200, 50, 12.5),
-}
-
-
-class GpuNode(NamedTuple):
-    """Memory of a GPU and the nodes that are sold with it, from the vendors' data sheets."""
-
-    memory_gib: float  # as torch reports it, which is less than the vendor's number
     gpus: int = 8  # devices of a node
     nodes: int = 1  # nodes whose GPUs are connected like the GPUs of one node: a rack with NVLink switches has 18
     pair_gb_s: float | None = None  # to one other GPU of the node, in each direction; None: as to all of them
 
 
-_NODES = {
-    "GB300": GpuNode(276, 4, 18),
-    "B300": GpuNode(267),
-    "GB200": GpuNode(184, 4, 18),
-    "B200": GpuNode(178),
-    "GH200": GpuNode(94.5, 4),
-    "H200 NVL": GpuNode(139.5),
-    "H200": GpuNode(139.5),
-    "H100 NVL": GpuNode(93),
-    "H100 PCIe": GpuNode(79),
-    "H100": GpuNode(79),
-    "H800": GpuNode(79),
-    "H20": GpuNode(95),
-    "A100 80GB PCIe": GpuNode(79),
-    "A100-PCIE": GpuNode(39.4),
-    "A100-SXM4-40GB": GpuNode(39.4),
-    "A100": GpuNode(79),
-    "A800": GpuNode(79),
-    "L40S": GpuNode(44.4),
-    "RTX 6000 Ada": GpuNode(47.4),
-    "RTX A6000": GpuNode(47.4),
-    "RTX 5090": GpuNode(31.3),
-    "RTX 4090": GpuNode(23.5),
-    "RTX 3090": GpuNode(23.5),
-    "MI355X": GpuNode(287, pair_gb_s=65),
-    "MI350X": GpuNode(287, pair_gb_s=65),
-    "MI325X": GpuNode(255, pair_gb_s=45),
-    "MI300X": GpuNode(191, pair_gb_s=45),
-    "MI300A": GpuNode(127, 4),
-    "MI250X": GpuNode(63.9, pair_gb_s=50),
-    "MI250": GpuNode(63.9, pair_gb_s=50),
-    "MI210": GpuNode(63.9),
+# Keys are words of torch's device names. The first matching key counts.
+_GPUS = {
+    "GB300": GpuModel(276, 2500, 1650, None, 6000, 900, 50, 2900, gpus=4, nodes=18),
+    "B300": GpuModel(267, 2250, 1500, None, 6000, 900, 100, 2600),
+    "GB200": GpuModel(184, 2500, 1650, None, 6000, 900, 50, 2900, gpus=4, nodes=18),
+    "B200": GpuModel(178, 2250, 1500, None, 6000, 900, 50, 2600),
+    "GH200": GpuModel(94.5, 989, 650, 400, 3200, 100, 25, 1150, gpus=4),
+    "H200 NVL": GpuModel(139.5, 835, 550, 330, 4000, 50, 25, 950),
+    "H200": GpuModel(139.5, 989, 680, 400, 4000, 450, 50, 1200),
+    "H100 NVL": GpuModel(93, 835, 500, 330, 3200, 50, 25, 880),
+    "H100 PCIe": GpuModel(79, 756, 450, 260, 1700, 50, 25, 780),
+    "H100": GpuModel(79, 989, 650, 400, 2800, 450, 50, 1150),
+    "H800": GpuModel(79, 989, 650, 400, 2800, 200, 50, 1150),
+    "H20": GpuModel(95, 148, 130, None, 3400, 450, 50, 250),
+    "A100 80GB PCIe": GpuModel(79, 312, 220, 140, 1600, 25, 12.5),
+    "A100-PCIE": GpuModel(39.4, 312, 220, 140, 1300, 25, 12.5),
+    "A100-SXM4-40GB": GpuModel(39.4, 312, 240, 150, 1300, 300, 25),
+    "A100": GpuModel(79, 312, 240, 150, 1700, 300, 25),
+    "A800": GpuModel(79, 312, 240, 150, 1700, 200, 25),
+    "L40S": GpuModel(44.4, 362, 200, None, 700, 25, 12.5, 380),
+    "RTX 6000 Ada": GpuModel(47.4, 364, 200, None, 800, 25, 12.5, 380),
+    "RTX A6000": GpuModel(47.4, 155, 100, None, 650, 25, 12.5),
+    "RTX 5090": GpuModel(31.3, 209, 170, None, 1500, 25, 1.25, 320),
+    "RTX 4090": GpuModel(23.5, 165, 140, None, 850, 20, 1.25, 260),
+    "RTX 3090": GpuModel(23.5, 71, 60, None, 800, 20, 1.25),
+    "MI355X": GpuModel(287, 2500, 1200, None, 6000, 450, 50, pair_gb_s=65),
+    "MI350X": GpuModel(287, 2300, 1100, None, 6000, 450, 50, pair_gb_s=65),
+    "MI325X": GpuModel(255, 1307, 600, None, 4300, 300, 50, pair_gb_s=45),
+    "MI300X": GpuModel(191, 1307, 600, None, 3500, 300, 50, pair_gb_s=45),
+    "MI300A": GpuModel(127, 981, 450, None, 3500, 100, 25, gpus=4),
+    "MI250X": GpuModel(63.9, 191.5, 110, None, 1200, 150, 12.5, pair_gb_s=50),
+    "MI250": GpuModel(63.9, 181, 105, None, 1200, 150, 12.5, pair_gb_s=50),
+    "MI210": GpuModel(63.9, 181, 105, None, 1200, 50, 12.5),
 }
-_UNKNOWN_GPU = GpuModel(None, 50, None, 500, 20, 1.25)
+_UNKNOWN_GPU = GpuModel(0, None, 50, None, 500, 20, 1.25)
 _MEASURED = {"H200": "estimates; planned steps of one H200 were within 1 % of measured steps"}
 # Estimated TFLOP/s in fp32 of a core, by its widest vectors in /proc/cpuinfo, and GB/s of its elementwise operations.
 _CORE_TFLOPS = {"avx512f": 0.1, "avx2": 0.05}
@@ -136,7 +96,7 @@ def _known_gpu(name: str) -> str | None:
 
 def gpu_clusters() -> dict[str, ClusterConfig]:
     """Return a machine with any number of nodes of each known GPU, by names such as ``h100_pcie`` and ``rtx4090``."""
-    facts = {key: MachineFacts(0, gpu=key, gpu_gib=node.memory_gib, gpus=node.gpus) for key, node in _NODES.items()}
+    facts = {key: MachineFacts(0, gpu=key, gpu_gib=gpu.memory_gib, gpus=gpu.gpus) for key, gpu in _GPUS.items()}
     names = {key: re.sub(r"[ -]", "_", key.lower()).replace("rtx_", "rtx") for key in facts}
     return {name: replace(describe(facts[key]), name=name) for key, name in names.items()}
 
@@ -190,12 +150,12 @@ def describe(facts: MachineFacts) -> ClusterConfig:
             levels=[between, LevelConfig(facts.local_ranks, latency_us=100)] if several else [between],
         )
     known = _known_gpu(facts.gpu)
-    model, node = (_GPUS[known], _NODES[known]) if known else (_UNKNOWN_GPU, GpuNode(facts.gpu_gib))
+    model = _GPUS[known] if known else _UNKNOWN_GPU
     local = facts.gpus if facts.local_ranks is None else facts.local_ranks
-    levels = [LevelConfig(local, model.link_gb_s, node.pair_gb_s, latency_us=5)]
-    if node.nodes > 1:
-        levels.insert(0, LevelConfig(node.nodes, model.link_gb_s * local, latency_us=5))
-    between = LevelConfig(None, model.network_gb_s * local * node.nodes, latency_us=10)
+    levels = [LevelConfig(local, model.link_gb_s, model.pair_gb_s, latency_us=5)]
+    if model.nodes > 1:
+        levels.insert(0, LevelConfig(model.nodes, model.link_gb_s * local, latency_us=5))
+    between = LevelConfig(None, model.network_gb_s * local * model.nodes, latency_us=10)
     return ClusterConfig(
         name=f"this machine's {facts.gpu}",
         device="cuda",

@@ -4,10 +4,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from gpt4d.config.batch_ramp import batch_sizes, ramp_text
 from gpt4d.config.checks import share_multiple, split_samples
+from gpt4d.config.fields import divisors, shortened
+from gpt4d.config.length import batch_sizes, ramp_text
 from gpt4d.config.schema import Config, GridSizes, ParallelConfig, TrainConfig
-from gpt4d.config.values import divisors, shortened
 from gpt4d.runtime.errors import ConfigError
 
 SPLIT_BACKWARDS = ("eager_1f1b_w", "zb_h1")  # schedules that separate gradients of inputs from gradients of weights
@@ -75,10 +75,11 @@ def stage_sizes(parallel: ParallelConfig, world_size: int) -> tuple[GridSizes, .
 
 def _grid_sizes(parallel: ParallelConfig, world_size: int) -> GridSizes:
     """Return the sizes of the four axes, gdata filled in. Raises ConfigError unless their product is ``world_size``."""
-    tensor = parallel.gx * parallel.gy * parallel.gz
-    setting = f"parallel.gx·gy·gz={parallel.gx}·{parallel.gy}·{parallel.gz}={tensor}"
+    sizes = parallel.sizes._replace(data=1)
+    tensor = sizes.devices
+    setting = f"parallel.gx·gy·gz={sizes.x}·{sizes.y}·{sizes.z}={tensor}"
     if world_size == 1 < tensor:
-        words = " ".join(f"parallel.{a}={getattr(parallel, a)}" for a in ("gx", "gy", "gz") if getattr(parallel, a) > 1)
+        words = " ".join(f"parallel.g{axis}={size}" for axis, size in sizes._asdict().items() if size > 1)
         raise ConfigError(
             f"{setting}: does not divide the 1 process(es) of this job; start more of them: "
             f"torchrun --nproc-per-node {tensor} train.py {words}"
@@ -93,7 +94,7 @@ def _grid_sizes(parallel: ParallelConfig, world_size: int) -> GridSizes:
             f"parallel.gdata={parallel.gdata}: with {setting} the grid has {tensor * parallel.gdata} devices, but this "
             f"job has {world_size}; use parallel.gdata={world_size // tensor}, or null to use all"
         )
-    return GridSizes(parallel.gx, parallel.gy, parallel.gz, world_size // tensor)
+    return sizes._replace(data=world_size // tensor)
 
 
 def items(value: Any) -> list[str]:

@@ -29,6 +29,7 @@ HELD_OUT = "held_out"  # name of the validation set of the documents or images t
 SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "eager_1f1b_w", "interleaved_1f1b", "zb_h1")
 STRATEGIES = ("broadcast", "send_recv", "local_allgather", "global_allgather", "signal")
 RANK_ORDERS = ("xy", "yx")
+GRID_KEYS = ("gx", "gy", "gz", "gdata")  # in the order of GridSizes
 _MODES = ("4d", "atp", "auto")
 _SCOPES = ("microbatch", "step")
 _PRECISIONS = ("auto", "fp32", "bf16", "fp8")
@@ -192,6 +193,11 @@ class ParallelConfig:
     replicated_layers: int = setting(0, "blocks whose weights are replicated over z, which all-reduces their gradients",
         aliases="whole_layers")
     pipeline: PipelineConfig = setting(PipelineConfig, "pipeline stages")
+
+    @property
+    def sizes(self) -> "GridSizes":
+        """The sizes of the axes, and 1 for ``gdata=null``."""
+        return GridSizes(self.gx, self.gy, self.gz, self.gdata or 1)
 
     def on_grid(self, sizes: "GridSizes", **changes: Any) -> "ParallelConfig":
         """Return the settings with these sizes of the axes and further ``changes``."""

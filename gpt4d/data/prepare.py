@@ -27,8 +27,8 @@ from gpt4d.config import (
     check_limits,
     compose,
     is_megatron,
-    unused_keys,
 )
+from gpt4d.config.checks import unused_keys
 from gpt4d.config.commands import one_line_errors
 from gpt4d.data import parts
 from gpt4d.data.checks import check_data

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
 from gpt4d.checkpoint import storage
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
-from gpt4d.config import Config, ConfigError, GridSizes, ModelConfig, ParallelConfig, TrainConfig, check_pipeline
+from gpt4d.config import Config, ConfigError, ModelConfig, ParallelConfig, TrainConfig, check_pipeline
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.stage import Stage
 from gpt4d.plan import ParallelPlan
@@ -19,27 +18,15 @@ from gpt4d.step import build_stage, connect_stages
 from gpt4d.task.task import InferenceConfig
 
 
-@dataclass(frozen=True)
-class TrainedModel:
-    """This rank's part of a trained model.
-
-    Attributes:
-        stage: the stage that this rank has, with the averaged weights if the checkpoint has them.
-        plan: the plan of all stages.
-        files: files of the checkpoint's tokenizer and the settings of its model (``Checkpoint.model_files``).
-    """
-
-    stage: Stage
-    plan: ParallelPlan
-    files: dict[str, bytes]
-
-
 @contextmanager
-def trained_model(checkpoint: Checkpoint, plan: ParallelPlan, launch: Launch) -> Iterator[TrainedModel]:
-    """Load the model of a checkpoint on ``plan``, in a process group that exists inside."""
+def trained_model(checkpoint: Checkpoint, plan: ParallelPlan, launch: Launch) -> Iterator[Stage]:
+    """Return this rank's stage of a checkpoint's model on ``plan``, in a process group that exists inside.
+
+    The stage has the averaged weights if the checkpoint has them.
+    """
     with process_group(launch) as job:
         stage = load_stage(checkpoint, plan, launch.rank, job.device, launch.local_world_size)
-        yield TrainedModel(stage, plan, checkpoint.model_files())
+        yield stage
         if stage.exchange:  # not after an error, which must not wait for transfers
             stage.exchange.close()
 
@@ -63,7 +50,7 @@ def inference_plan(model: ModelConfig, settings: InferenceConfig, world_size: in
 
     Raises ConfigError if the grid has another number of devices, or if it cannot split the model.
     """
-    sizes = GridSizes(settings.gx, settings.gy, settings.gz, settings.gdata)
+    sizes = settings.sizes
     if sizes.devices * settings.stages != world_size:
         given = "·".join(map(str, (*sizes, settings.stages)))
         raise ConfigError(

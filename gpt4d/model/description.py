@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from gpt4d.config import FLOAT8_MULTIPLE, ConfigError, Divisibility
+from gpt4d.config import ConfigError, Divisibility
+from gpt4d.config.checks import FLOAT8_MULTIPLE
 from gpt4d.model.parts import Part
 from gpt4d.model.probe import Probe
 from gpt4d.model.spec import ModelSpec

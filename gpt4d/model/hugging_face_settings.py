@@ -4,7 +4,8 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gpt4d.config import LARGEST_COUNT, LARGEST_SIZE, ConfigError
+from gpt4d.config import ConfigError
+from gpt4d.config.fields import LARGEST_COUNT, LARGEST_SIZE
 from gpt4d.runtime.errors import one_line
 
 # Usage example of a text model for its model card. PATH stands for the model's directory.

@@ -5,7 +5,8 @@ from dataclasses import fields, replace
 from types import UnionType
 from typing import TYPE_CHECKING, get_type_hints
 
-from gpt4d.config import Config, ConfigError, GridSizes, ModelConfig, TrainConfig, check_limits, register_model
+from gpt4d.config import Config, ConfigError, GridSizes, ModelConfig, TrainConfig, check_limits
+from gpt4d.config.composing import register_model
 from gpt4d.model import gemma3, gpt2, llama, moe, olmo2, unet
 from gpt4d.model.adapters import adapted
 from gpt4d.model.description import Description

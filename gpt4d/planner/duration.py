@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from gpt4d.config import Config, batch_sizes, samples_of
+from gpt4d.config import Config, batch_sizes
+from gpt4d.config.length import samples_of
 from gpt4d.model import registry
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from gpt4d.config import (
     CONFIG_DIR,
+    GRID_KEYS,
     ClusterConfig,
     Config,
     ConfigError,
@@ -123,7 +124,7 @@ def check_memory(plan: ParallelPlan, cluster: ClusterConfig) -> None:
 def without_grid(config: Config) -> Config:
     """Return the configuration with the settings that the planner chooses reset to their defaults."""
     defaults = ParallelConfig()
-    names = "gx", "gy", "gz", "gdata", "rank_order", "cache_layers", "cache_scope", "context", "pipeline"
+    names = *GRID_KEYS, "rank_order", "cache_layers", "cache_scope", "context", "pipeline"
     parallel = replace(config.parallel, mode="4d", **{name: getattr(defaults, name) for name in names})
     return replace(config, parallel=parallel, train=replace(config.train, micro_batch_size=None))
 

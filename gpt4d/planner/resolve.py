@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gpt4d.config import Config, ConfigError, GridSizes, grid_problem, pipeline_microbatches, stage_sizes, with_stages
+from gpt4d.config import Config, ConfigError, GridSizes, grid_problem, with_stages
+from gpt4d.config.pipeline import pipeline_microbatches, stage_sizes
 from gpt4d.model import registry
 from gpt4d.model.description import Description
 from gpt4d.parallel.stage_plan import StagePlan, consecutive_stages

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gpt4d.config import Config, ConfigError, GridSizes, ParallelConfig, possible_microbatches, with_stages
+from gpt4d.config import GRID_KEYS, Config, ConfigError, GridSizes, ParallelConfig, possible_microbatches, with_stages
 from gpt4d.model import registry
 from gpt4d.parallel.symbolic.stage import MASTER_BYTES
 from gpt4d.planner import paper_models
@@ -329,9 +329,9 @@ def converts_weights(config: Config, sizes: GridSizes) -> bool:
 
 def check_open(parallel: ParallelConfig, remedy: str = "leave it out") -> None:
     """Raise ConfigError with this remedy if a size of the grid is set, because the planner chooses all sizes."""
-    for key, default in (("gx", 1), ("gy", 1), ("gz", 1), ("gdata", None)):
-        if getattr(parallel, key) != default:
-            raise ConfigError(f"parallel.{key}={getattr(parallel, key)}: the planner chooses the grid; {remedy}")
+    for key in GRID_KEYS:
+        if (size := getattr(parallel, key)) != getattr(ParallelConfig, key):
+            raise ConfigError(f"parallel.{key}={size}: the planner chooses the grid; {remedy}")
     if (grids := parallel.pipeline.stage_grids) is not None:
         raise ConfigError(f"parallel.pipeline.stage_grids={grids}: the planner chooses the grids; {remedy}")
 

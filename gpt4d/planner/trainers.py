@@ -179,14 +179,14 @@ def arguments(name: str, config: Config) -> str:
 def _values(config: Config) -> dict[str, Any]:
     """Return the values of rows that differ from the setting of their key, or whose key is not a setting."""
     parallel, train, model = config.parallel, config.train, config.model
-    pipeline, z, data, context = parallel.pipeline, parallel.gz, parallel.gdata or 1, parallel.context
+    pipeline, (x, _, z, data), context = parallel.pipeline, parallel.sizes, parallel.context
     stages, layers = pipeline.stages or 1, getattr(model, "layers", 0)
     share = train.batch_size * context // (z * data)
     micro_batch = share // (pipeline.microbatches or 1) if stages > 1 else train.micro_batch_size or share
     whole = "all" if parallel.replicated_layers == layers else parallel.replicated_layers
     values = {
         "model family": registry.of(model).name,
-        "parallel.sequence_parallel": parallel.sequence_parallel if parallel.gx > 1 else None,
+        "parallel.sequence_parallel": parallel.sequence_parallel if x > 1 else None,
         "parallel.pipeline.stages": stages,
         "parallel.pipeline.schedule": pipeline.schedule or "eager_1f1b" if stages > 1 else None,
         "blocks of a chunk": -(-layers // (stages * pipeline.chunks_per_stage)) if stages > 1 else None,

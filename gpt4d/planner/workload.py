@@ -3,8 +3,8 @@
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
-from gpt4d.config import Config, GridSizes, OptimConfig, batch_sizes, chunk_problem, divisors, grid_problem
-from gpt4d.config.checks import Divisibility
+from gpt4d.config import Config, GridSizes, OptimConfig, batch_sizes, divisors, grid_problem
+from gpt4d.config.checks import Divisibility, chunk_problem
 from gpt4d.config.pipeline import SPLIT_BACKWARDS
 from gpt4d.model import registry
 from gpt4d.model.description import Description

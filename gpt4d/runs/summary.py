@@ -154,17 +154,14 @@ def find_runs(directories: Iterable[Path], known: Iterable[Run] = ()) -> list[Ru
     for directory in directories:
         if not os.path.isdir(directory):
             raise ConfigError(f"{directory}: no such directory; pass a run or a directory of runs")
-        paths = [Path(root) for root, _, _ in _walk(directory) if is_run(Path(root))]
+        paths = []
+        for root, inner, _ in os.walk(directory):
+            inner[:] = set(inner) - _NOT_RUNS
+            paths += [Path(root)] * is_run(Path(root))
         if not paths:
             raise ConfigError(f"{directory}: no run in it or below; pass a run or a directory of runs")
         found |= {path: by_path.get(path) or Run(path) for path in sorted(paths) if path not in found}
     return list(found.values())
-
-
-def _walk(directory: Path) -> Iterable[tuple[str, list[str], list[str]]]:
-    for root, directories, files in os.walk(directory):
-        directories[:] = set(directories) - _NOT_RUNS
-        yield root, directories, files
 
 
 def is_run(path: Path) -> bool:
@@ -191,13 +188,10 @@ def differing_keys(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     found = dict.fromkeys(key for key in _IDENTITY if len({settings.get(key) for settings in runs if settings}) > 1)
     for group in groups.values():
         for key in dict.fromkeys(key for settings in group for key in settings):
-            if len({repr(settings[key]) for settings in group if key in settings}) > 1 and _is_compared(key):
+            differs = len({repr(settings[key]) for settings in group if key in settings}) > 1
+            if differs and not key.startswith("cluster.") and effect_of(key) is not Effect.NONE:
                 found[key] = None
     return list(found)
-
-
-def _is_compared(key: str) -> bool:
-    return not key.startswith("cluster.") and effect_of(key) is not Effect.NONE
 
 
 def differences(first: Run, second: Run) -> dict[str, Change]:

@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gpt4d.config import Change, printable
+from gpt4d.config import Change
 from gpt4d.runs.summary import AVERAGED_LINES, Run, State, differing_keys
+from gpt4d.runtime.errors import printable
 
 _STYLES = {State.RUNNING: "cyan", State.FINISHED: "green", State.INTERRUPTED: "yellow"}
 _STYLES |= dict.fromkeys((State.FAILED, State.UNREADABLE), "red")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from omegaconf import MISSING
 
-from gpt4d.config import setting
+from gpt4d.config import GridSizes, setting
 from gpt4d.model.parts import Part
 from gpt4d.parallel.layout import ParameterSpec
 
@@ -34,6 +34,10 @@ class InferenceConfig:
     gz: int = setting(1, "devices along z", at_least=1)
     gdata: int = setting(1, "data parallelism", at_least=1)
     stages: int = setting(1, "pipeline stages, each on a grid of these sizes", at_least=1)
+
+    @property
+    def sizes(self) -> GridSizes:
+        return GridSizes(self.gx, self.gy, self.gz, self.gdata)
 
 
 @dataclass

@@ -20,17 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from gpt4d.checkpoint import checkpoint_dir
-from gpt4d.config import (
-    CONFIG_DIR,
-    Config,
-    ConfigError,
-    compose,
-    expand_cluster,
-    format_for_hydra,
-    known_keys,
-    to_config_error,
-    value_of,
-)
+from gpt4d.config import CONFIG_DIR, Config, ConfigError, compose, known_keys, value_of
+from gpt4d.config.composing import expand_cluster, format_for_hydra, to_config_error
 from gpt4d.data.completion import complete
 from gpt4d.runs import lock
 from gpt4d.runs.plots import plot_losses

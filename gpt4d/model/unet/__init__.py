@@ -1,6 +1,7 @@
 """U-Nets for diffusion after Nichol & Dhariwal, with or without attention at every level. No torch here."""
 
-from gpt4d.config import LARGEST_COUNT, Config, ConfigError, check_at_least, divisors
+from gpt4d.config import Config, ConfigError, check_at_least, divisors
+from gpt4d.config.fields import LARGEST_COUNT
 from gpt4d.model.family import Family
 from gpt4d.model.unet import structure
 from gpt4d.model.unet.config import UNetConfig
