@@ -15,7 +15,6 @@ from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.checkpoint.importer import import_model
 from gpt4d.data import tokenizers, transformers_tokenizer
 from gpt4d.inference import chat
-from gpt4d.inference import chat as chat_module
 from gpt4d.inference.chat import Chat, ChatConfig
 from gpt4d.inference.model import inference_plan, load_stage
 from gpt4d.runtime.consensus import all_gather_json
@@ -187,7 +186,7 @@ def test_a_character_appears_when_its_last_token_is_there(monkeypatch):
         return [text]
 
     text, shown = [*"aü😀金".encode()][:-1], []
-    monkeypatch.setattr(chat_module, "continued", continued)
+    monkeypatch.setattr(chat, "continued", continued)
     monkeypatch.setattr(Chat, "max_length", 96)
     tokenizer = Mock(decode=lambda ids, **_: bytes(ids).decode("utf-8", errors="replace"))  # its tokens are bytes
     ((answer, _),) = Chat(None, tokenizer, [0], ChatConfig("")).answers([[1]], shown.append)
