@@ -207,7 +207,7 @@ import sys
 from gpt4d.training import sweep
 from gpt4d.runtime.launch import Launch
 jobs = sweep.expand(["train.seed=0,1", f"run.dir={sys.argv[1]}"], 1)
-job = "from gpt4d.training import sweep; import time; sweep.end_with_sweep(); print('job', flush=True); time.sleep(3600)"
+job = "from gpt4d.training import sweep; import time; sweep.end_with_sweep(); print('job', flush=True); time.sleep(999)"
 sweep.execute(jobs, [sys.executable, "-c", job], Launch())
 """
 
