@@ -25,6 +25,7 @@ from benchmarks import report
 from benchmarks.cluster import EmulatedCluster
 from benchmarks.driver import print_rows
 from benchmarks.interleave import contenders, interleave
+from benchmarks.laboratory import paper_models
 from benchmarks.settings import DeviceConfig, grid_name, parse_grids, plain_rates
 from benchmarks.workloads import gpt_workload
 from gpt4d.config import (
@@ -34,6 +35,7 @@ from gpt4d.config import (
     TrainConfig,
     read_cluster,
 )
+from gpt4d.model import registry
 from gpt4d.planner.estimate import Plan
 from gpt4d.planner.search import rank
 
@@ -62,7 +64,13 @@ def rank_grids(path: Path, config: DeviceConfig) -> dict[str, list[Plan]]:
         parallel=ParallelConfig(cache_layers="all", pipeline=PipelineConfig(stages=1)),
         cluster=read_cluster(path),
     )
-    return {cost: rank(training, config.hosts * config.ranks, cost=cost).plans for cost in _COSTS}
+    plans, description = rank(training, config.hosts * config.ranks).plans, registry.describe(model)
+
+    def by_paper(aware: bool) -> list[Plan]:
+        times = {p.sizes: paper_models.communication(training, description, p.sizes, aware) for p in plans}
+        return sorted(plans, key=lambda plan: sum(times[plan.sizes].values()))
+
+    return {"ours": plans, "aware": by_paper(True), "agnostic": by_paper(False)}
 
 
 def plan_name(plan: Plan) -> str:

@@ -8,7 +8,6 @@
   largest=true     the models of configs/model that world_size devices (1) can pretrain, fine-tune and adapt (LoRA)
   format=json      a list for programs, best first; or table; or megatron, torchtitan: that trainer's arguments
   plot=plan.png    a plot of the plans
-  cost=ours        rank by the predicted time of a step; or aware, agnostic: by the 4D paper's models of communication
 
 A job of another trainer: trainer=megatron or torchtitan, with its degrees tp, pp, cp, dp, ep (and replicate, if dp
 shards weights), vp (chunks of a pipeline rank), micro_batch=1, recompute=none, selective or full.
@@ -74,7 +73,6 @@ class PlannerQuery(trainers.TrainerJob):
     top: int = 10
     format: str = "table"
     plot: str | None = None
-    cost: str = "ours"
 
 
 def main(arguments: list[str]) -> None:
@@ -135,16 +133,14 @@ def _check(query: PlannerQuery, config: Config) -> None:
     if query.price is not None and (not has_plans or is_atp or of_other):
         use = "world_size=64, parallel.mode=4d and format=table"
         raise ConfigError(f"price={query.price:g}: is added to the hours of plans; use {use}")
-    check_choice("cost", query.cost, ("ours", "aware", "agnostic"))
     ranks_grids = query.world_size is not None and query.grid is None and not is_atp
     for key, unused in (
-        ("cost", not ranks_grids or config.parallel.pipeline.stages not in (None, 1)),
         ("plot", not ranks_grids),
         ("top", query.grid is not None or not has_plans),
     ):
         if unused and (value := getattr(query, key)) != getattr(PlannerQuery(), key) and not query.largest:
-            use = "world_size=64 without grid=" + " and stages" * (key == "cost")
-            raise ConfigError(f"{key}={value}: belongs to a ranking of grids; leave it out, or use {use}")
+            use = "leave it out, or use world_size=64 without grid="
+            raise ConfigError(f"{key}={value}: belongs to a ranking of grids; {use}")
     check_image_format("plot", query.plot)
     for key in ("world_size", "top"):
         check_at_least(key, getattr(query, key), 1, LARGEST_DEVICES)
@@ -188,7 +184,7 @@ def _fewest(config: Config, keys: list[str]) -> str:
 
 def _grids(config: Config, devices: int, query: PlannerQuery, overrides: list[str]) -> str:
     config = replace(config, cluster=for_devices(config.cluster, devices))
-    ranking = rank(config, devices, query.top, query.cost, open_keys(config, overrides))
+    ranking = rank(config, devices, query.top, open_keys(config, overrides))
     ranking.check(config, devices)
     if query.plot:
         title = f"{config.model.name} on {devices} devices of {config.cluster.name}, {batch_text(config)}"

@@ -15,9 +15,8 @@ from gpt4d.model.description import Description
 from gpt4d.planner.candidates import check_machine, fewest_microbatches, microbatch_numbers
 from gpt4d.planner.device import sent_bytes
 from gpt4d.planner.options import Level, levels
-from gpt4d.planner.paper_models import products
 from gpt4d.planner.topology import RankSpan, crossed_levels, for_devices, group_bandwidth, spans, total_gib
-from gpt4d.planner.workload import compute_bytes, product_tflops
+from gpt4d.planner.workload import compute_bytes, product_tflops, products
 
 
 class AtpMesh(NamedTuple):
@@ -73,7 +72,7 @@ def all_reduced_elements(description: Description, samples: int, length: int) ->
     although the layers send slightly less.
     """
     summed = Counter[str | None]()
-    for product, blocks, _ in products(description, length):
+    for product, blocks in products(description, length):
         summed[product.split.contracted] += blocks * product.output
     return 2 * samples * summed["x"], 2 * samples * summed["y"]
 

@@ -195,11 +195,11 @@ class Search:
         self.config, self.memory_gib = self.choices[0].config, usable_gib(cluster)
         self.ranking = Ranking(options=dict(choices[-1].options))
 
-    def candidates(self, pipelines: bool = True) -> Iterator[Candidate]:
+    def candidates(self) -> Iterator[Candidate]:
         """Yield the candidates whose training state fits. Record all others in ``ranking``."""
         level, ranking = self.choices[-1], self.ranking
         rules, optim = level.description.rules, level.config.optim
-        for count in self._stage_counts() if pipelines else [1]:
+        for count in self._stage_counts():
             if self.devices % count:
                 use = shortened(divisors(self.devices))
                 problem = f"does not divide {self.devices} device(s); use one of {use}"

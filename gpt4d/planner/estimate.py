@@ -44,7 +44,6 @@ class Plan:
     idle_s: float = 0.0  # seconds for which the slowest stage waits for other stages
     link_bytes: Mapping[str, int] = field(default_factory=dict)  # bytes that all ranks of a link between stages send
     context: int = 1  # number of ranks that share samples
-    published_s: float | None = None  # communication by the paper's model that orders the ranking
 
     @property
     def grid(self) -> str:

@@ -12,7 +12,6 @@ from typing import Any
 from gpt4d.config import GRID_KEYS, Config, ConfigError, GridSizes, ParallelConfig, possible_microbatches, with_stages
 from gpt4d.model import registry
 from gpt4d.parallel.symbolic.stage import MASTER_BYTES
-from gpt4d.planner import paper_models
 from gpt4d.planner.candidates import (
     LEAST_GAIN,
     MICROBATCHES,
@@ -27,35 +26,39 @@ from gpt4d.planner.candidates import (
 from gpt4d.planner.estimate import Plan
 from gpt4d.planner.options import RECOMPUTATION, Level, levels
 from gpt4d.planner.stages import PipelineEstimate
-from gpt4d.planner.workload import compute_bytes, compute_s, possible_contexts
+from gpt4d.planner.topology import equation_10
+from gpt4d.planner.workload import (
+    all_reduced_bytes,
+    compute_bytes,
+    compute_s,
+    possible_contexts,
+    product_tflops,
+    step_flops,
+)
 
 _FURTHER = 5  # number of candidates beyond ``top`` that are estimated in full: the quick estimate may misorder them
-_LEAST_BUSY = 0.6  # minimum share of ``paper_models.busy_s`` that a step takes, whose sums overlap with computation
+_LEAST_BUSY = 0.6  # minimum share of ``_busy_s`` that a step takes, because its all-reduces overlap with computation
 _NUM_PIPELINES = 8  # number of pipelines that are searched, if they may be faster than every single stage
 _NUM_IMPROVED = 3  # number of fastest plans of each kind (gather, all-reduce, convert, pipeline) that are improved
 _SCHEDULES = ("1f1b", "eager_1f1b_w", "zb_h1")  # candidates in addition to the default
 _OTHER_GRIDS = 4  # number of candidate grids for the first and for the last stage
 
 
-def rank(config: Config, devices: int, top: int | None = None, cost: str = "ours", keys: Sequence[str] = ()) -> Ranking:
+def rank(config: Config, devices: int, top: int | None = None, keys: Sequence[str] = ()) -> Ranking:
     """Rank the grids and pipelines of ``devices`` devices that can train ``config``, fastest step first.
 
     Args:
         config: the configuration; its grid sizes are ignored.
         devices: the number of devices.
         top: maximum number of plans; None for all.
-        cost: ``ours`` compares the predicted time of a step, ``aware`` and ``agnostic`` the seconds of communication of
-            the 4D paper's models.
         keys: options that the planner may choose in addition (gpt4d.planner.options).
 
     Raises ConfigError if the cluster has fewer devices.
     """
     check_machine(config.cluster, devices)
     search = Search(levels(config, keys), devices)
-    ranking = search.ranking
-    ranking.plans = _by_time(search, top) if cost == "ours" else _by_communication(search, top, cost == "aware")
-    ranking.plans = [_with_explicit_cache(plan, search.config) for plan in ranking.plans[:top]]
-    return ranking
+    search.ranking.plans = [_with_explicit_cache(plan, search.config) for plan in _by_time(search, top)]
+    return search.ranking
 
 
 def _by_time(search: Search, top: int | None) -> list[Plan]:
@@ -114,30 +117,26 @@ def _improved_pipelines(
     return plans
 
 
-def _by_communication(search: Search, top: int | None, aware: bool) -> list[Plan]:
-    """Return the plans of single stages in the order of the 4D paper's model of communication."""
-    found = []
-    for candidate in search.candidates(pipelines=False):
-        if steps := search.steps(candidate):
-            description, sizes = search.choices[0].description, candidate.stages[0]
-            times = paper_models.communication(search.config, description, sizes, aware)
-            found.append((sum(times.values()), steps))
-    search.ranking.fitting = len(found)
-    return [
-        replace(with_fewer_options(search, _fastest_plan(steps)), published_s=published_s)
-        for published_s, steps in sorted(found, key=lambda one: one[0])[:top]
-    ]
-
-
 def _fastest_plan(steps: Sequence[PipelineEstimate]) -> Plan:
     return min((step.plan() for step in steps), key=lambda plan: plan.step_time_s)
 
 
 def _busy_s(search: Search, candidate: Candidate) -> float:
-    """Return the seconds of a step for computation, sums of outputs without overlap, and idle time."""
+    """Return the seconds of a step for computation, all-reduces of outputs without overlap, and idle time.
+
+    The links have the bandwidths of the 4D paper. Without ``parallel.rank_order``, the ranks have the faster order.
+    """
     stages, level = candidate.stages, search.choices[-1].choosing(context=candidate.contexts[0])
     idle = (len(stages) - 1) / microbatch_numbers(level, stages)[-1]
-    busy_s = paper_models.busy_s(search.config, search.choices[0].description, stages[0])
+    config, description, sizes = search.config, search.choices[0].description, stages[0]
+    given, sent = config.parallel.rank_order, all_reduced_bytes(config, description, sizes)
+    bandwidths = [
+        equation_10(config.cluster, sizes, order)
+        for order in ([given] if given or 1 in (sizes.x, sizes.y) else ["xy", "yx"])
+    ]
+    busy_s = step_flops(config, description) / sizes.devices / (product_tflops(config) * 1e12) + min(
+        sent["x"] / 1e9 / gb_s["x"] + sent["y"] / 1e9 / gb_s["y"] for gb_s in bandwidths
+    )
     return (1 + idle) * busy_s / len(stages)
 
 

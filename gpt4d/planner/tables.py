@@ -51,7 +51,6 @@ def as_json(
             "schedule": plan.pipeline.schedule if plan.pipeline else None,
             "microbatches": plan.pipeline.microbatches if plan.pipeline else plan.share // plan.micro_batch,
             "idle_s": plan.idle_s,
-            "published_s": plan.published_s,
             "mfu": plan.mfu,
             "hfu": plan.hfu,
             **(_run(plan, config, arguments, price) if config else {}),
@@ -117,10 +116,8 @@ def table(config: Config, devices: int, ranking: Ranking) -> str:
 
     axes = [axis for axis in AXES if any(axis in plan.comm for plan in ranking.plans)]
     grid_table = Table(box=box.SIMPLE_HEAD, header_style="", title_justify="left", title_style="")
-    by_published = any(plan.published_s is not None for plan in ranking.plans)
-    order = "the paper's seconds of communication" if by_published else "step time"
     machine = f"{devices} device(s) of {config.cluster.name}"
-    grid_table.title = f"{model_text(config)} on {machine}, {batch_text(config)}, ordered by {order}"
+    grid_table.title = f"{model_text(config)} on {machine}, {batch_text(config)}, ordered by step time"
     piped = any(plan.pipeline for plan in ranking.plans)
     grid_table.add_column("grid x·y·z·data" + (" of each stage" if piped else ""), overflow="fold")
     if piped:
@@ -130,8 +127,6 @@ def table(config: Config, devices: int, ranking: Ranking) -> str:
         grid_table.add_column(heading, justify="right")
     if config.cluster.peak_tflops:
         grid_table.add_column("MFU", justify="right")
-    if by_published:
-        grid_table.add_column("paper", justify="right")
     for plan in ranking.plans:
         exposed = (seconds(plan.comm[axis]["exposed_s"]) if axis in plan.comm else "" for axis in axes)
         cells = [plan.grid]
@@ -142,7 +137,7 @@ def table(config: Config, devices: int, ranking: Ranking) -> str:
             cells.append(seconds(plan.idle_s) if plan.pipeline else "")
         cells += [*exposed, seconds(plan.hidden_s), f"{plan.memory_gib:.1f} GiB"]
         cells += [f"{plan.mfu:.0%}"] if plan.mfu else []
-        grid_table.add_row(*cells, *([] if plan.published_s is None else [seconds(plan.published_s)]))
+        grid_table.add_row(*cells)
     rates = rates_line(config.cluster, min(devices, node_size(config.cluster)))
     return "\n".join([render(grid_table), *_missing_grids(config, ranking), rates])
 

@@ -67,6 +67,15 @@ def node_size(cluster: ClusterConfig) -> int:
     return dict(_levels(cluster))[0]
 
 
+def equation_10(cluster: ClusterConfig, sizes: GridSizes, rank_order: str | None = None) -> dict[str, float]:
+    """Return each axis's bandwidth in GB/s by Eq. 10 of the 4D paper, which knows two levels of links."""
+    node, inter, intra = node_size(cluster), *(group_bandwidth(cluster.levels[level], 2) for level in (0, -1))
+    return {
+        axis: intra if inner * getattr(sizes, axis) <= node else inter / min(node, inner)
+        for axis, inner in strides(sizes, rank_order).items()
+    }
+
+
 def for_devices(cluster: ClusterConfig, devices: int) -> ClusterConfig:
     """Return the machine with the memory of each of ``devices`` devices, if the devices of a node share memory.
 

@@ -1,5 +1,6 @@
 """The size of a training run on one device: bytes of its state, of an activation, and its microbatches."""
 
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
@@ -8,9 +9,11 @@ from gpt4d.config.checks import Divisibility, chunk_problem
 from gpt4d.config.pipeline import SPLIT_BACKWARDS
 from gpt4d.model import registry
 from gpt4d.model.description import Description
+from gpt4d.model.probe import Product
 from gpt4d.optim.matrices import num_states, rows_of
 from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.symbolic.stage import MASTER_BYTES
+from gpt4d.planner.device import sent_bytes
 
 
 def grids(devices: int) -> Iterator[GridSizes]:
@@ -68,6 +71,30 @@ def step_flops(config: Config, description: Description) -> float:
     if train.activation_checkpointing == "full":
         return description.hardware_flops(train.batch_size, train.seq_len)
     return description.training_flops(train.batch_size, train.seq_len)
+
+
+def products(description: Description, length: int) -> list[tuple[Product, int]]:
+    """Return the products of blocks: the linear layers or the convolutions, each with its number of blocks."""
+    blocks = Counter(block.kind for block in description.blocks)
+    first = {block.kind: block for block in reversed(description.blocks)}
+    return [(product, n) for kind, n in blocks.items() for product in description.probe.products(first[kind], length)]
+
+
+def all_reduced_bytes(config: Config, description: Description, sizes: GridSizes) -> dict[str | None, float]:
+    """Return the bytes that a rank sends in a step to all-reduce the outputs of products, by axis (4D paper, Eq. 4-8).
+
+    They include the all-reduces of the inputs' gradients. Recomputation repeats the forward's all-reduces.
+    """
+    element, samples = compute_bytes(config), config.train.batch_size / sizes.data
+    forwards = 2 if config.train.activation_checkpointing == "full" else 1
+    sent = defaultdict[str | None, float](float)
+    for product, blocks in products(description, config.train.seq_len):
+        contracted, produced = (1 if axis is None else getattr(sizes, axis) for axis in product.split)
+        output = sent_bytes("all_reduce", contracted, samples * product.output / (sizes.z * produced) * element)
+        gradient = sent_bytes("all_reduce", produced, samples * product.input / (sizes.z * contracted) * element)
+        for axis, nbytes in (*[(product.split.contracted, output)] * forwards, (product.split.produced, gradient)):
+            sent[axis] += nbytes * blocks
+    return sent
 
 
 def compute_s(config: Config, description: Description, devices: int) -> float:

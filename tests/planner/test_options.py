@@ -225,7 +225,7 @@ def test_one_grid_is_answered_with_what_makes_it_fit():
 
 
 def test_help_names_every_argument():
-    answer, names = ask("--help"), ("world_size", "grid", "tokens", "price", "largest", "top", "format", "plot", "cost")
+    answer, names = ask("--help"), ("world_size", "grid", "tokens", "price", "largest", "top", "format", "plot")
     assert all(f"{name}=" in answer for name in names)
 
 

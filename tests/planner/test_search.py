@@ -11,7 +11,6 @@ import pytest
 
 from gpt4d.config import ConfigError, GridSizes, LevelConfig, grid_problem
 from gpt4d.model import registry
-from gpt4d.planner import paper_models
 from gpt4d.planner.candidates import fewest_devices, fewest_microbatches
 from gpt4d.planner.estimate import Estimate
 from gpt4d.planner.options import KEYS, levels
@@ -58,16 +57,6 @@ def test_plans_are_ordered_by_step_time_and_limited_by_top():
     times = [plan.step_time_s for plan in ranking.plans]
     assert times == sorted(times) and len(times) == ranking.fitting == top.fitting + top.pruned
     assert [p.sizes for p in top.plans] == [p.sizes for p in ranking.plans[:3]]
-
-
-@pytest.mark.parametrize("cost", ["aware", "agnostic"])
-def test_the_papers_models_rank_by_seconds_of_communication(cost):
-    words = "cluster=perlmutter", "model=gpt_125m", "model.layers=4", "train.batch_size=64", ONE_STAGE
-    config = configured([*words])
-    plans, model = rank(config, 8, cost=cost).plans, registry.describe(config.model)
-    seconds = [sum(paper_models.communication(config, model, plan.sizes, cost == "aware").values()) for plan in plans]
-    assert seconds == sorted(seconds) == [plan.published_s for plan in plans]
-    assert [plan.sizes for plan in plans] != [plan.sizes for plan in ranked(8, *words).plans]
 
 
 def test_grids_that_do_not_fit_are_listed_with_their_gib():
@@ -245,13 +234,6 @@ def test_parallel_mode_atp_ranks_meshes():
         ("largest=true model=gpt_5b top=3", "largest=true: plans every model by itself; leave out top, model"),
         ("world_size=8 price=-1", "price=-1.0: use a value of at least 0"),
         ("world_size=8 format=xml", "format=xml: use one of table, json"),
-        ("world_size=8 cost=best", "cost=best: use one of ours, aware, agnostic"),
-        (
-            "world_size=8 cost=aware parallel.pipeline.stages=2",
-            "cost=aware: belongs to a ranking of grids; leave it out",
-        ),
-        ("grid=2x1x1x1 cost=aware", "cost=aware: belongs to a ranking of grids"),
-        ("world_size=8 parallel.mode=atp cost=aware", "cost=aware: belongs to a ranking of grids"),
         ("plot=plan.png", "plot=plan.png: belongs to a ranking of grids"),
         ("grid=2x1x1x1 top=3", "top=3: belongs to a ranking of grids"),
         ("world_size=8 plot=plan", "plot=plan: not a format of plots; use the name of a .png"),

@@ -9,12 +9,10 @@ from benchmarks.laboratory.virtual_device import VirtualDevice
 from gpt4d.config import ClusterConfig, Config, GridSizes, LevelConfig, MeasuredConfig, TrainConfig
 from gpt4d.model import registry
 from gpt4d.model.gpt2.config import GPT2Config
-from gpt4d.model.probe import Product
 from gpt4d.parallel.comm import collectives
-from gpt4d.parallel.layers import sharding
-from gpt4d.planner import paper_models
 from gpt4d.planner.device import KINDS, SHIFT, Device, Links, sent_bytes
-from gpt4d.planner.topology import RankSpan, crossed_levels, message_speed, node_size, spans, speed
+from gpt4d.planner.topology import RankSpan, crossed_levels, equation_10, message_speed, node_size, spans, speed
+from gpt4d.planner.workload import all_reduced_bytes
 from tests.support.fake_time import FakeTime
 from tests.support.parallel_runs import axis_across_hosts
 
@@ -35,7 +33,8 @@ TWO_LAYERS = GPT2Config(layers=2, hidden=8, heads=2, vocab_size=16, vocab_multip
     ],
 )
 def test_rings_share_a_nodes_link_as_in_equation_10(sizes, node, expected):
-    assert tuple(paper_models.bandwidths(sizes, node, inter=100, intra=300).values()) == expected
+    cluster = ClusterConfig(levels=[LevelConfig(None, 100.0), LevelConfig(node, 300.0)])
+    assert tuple(equation_10(cluster, sizes).values()) == expected
 
 
 def test_collectives_send_the_bytes_of_equations_1_to_3():
@@ -43,36 +42,15 @@ def test_collectives_send_the_bytes_of_equations_1_to_3():
     assert [sent_bytes(kind, 4, nbytes) for kind, nbytes in kinds] == [30, 30, 60]
 
 
-def test_a_layer_sends_the_bytes_of_equations_4_to_8():
-    """m=64 rows per data group, k=16, n=48 on (2, 2, 4, 2), elements of one byte."""
-    product = Product(sharding.NORMAL, 64 * 16, 64 * 48, 16 * 48)
-    sent = paper_models.product_bytes(product, 1, GridSizes(2, 2, 4, 2), 1, 1)
-    assert sent["z"] == {"all_gather": 3 * 16 * 48 / 16, "reduce_scatter": 3 / 4 * 16 * 48 / 4}
-    assert sent["y"] == {"forward": 2 * 1 / 2 * 64 * 48 / (4 * 2)}
-    assert sent["x"] == {"backward": 2 * 1 / 2 * 64 * 16 / (4 * 2)}
-    assert sent["data"] == {"all_reduce": 2 * 1 / 2 * 16 * 48 / 16}
-    product = product._replace(split=sharding.TRANSPOSED)
-    transposed = paper_models.product_bytes(product, 1, GridSizes(4, 1, 1, 1), 1, 1)
-    assert transposed["x"] == {"forward": 2 * 3 / 4 * 64 * 48} and transposed["y"] == {"backward": 0}
-
-
-def test_communication_of_a_model_is_equation_9_summed_over_layers():
-    """Two blocks of hidden 8, 32 tokens, only x=2: each rank sends 2·(1/2) of each float32 buffer along x."""
-    train = TrainConfig(seq_len=4, batch_size=8, precision="fp32")
-    config, model = Config(model=TWO_LAYERS, train=train, cluster=NODES_OF_4), registry.describe(TWO_LAYERS)
-    # qkv and up reduce their input gradient over x, output and down their product: four times 32 rows of 8.
-    sent = 2 * 4 * 32 * 8 * 4
-    for recomputation, factor in (("none", 1), ("full", 1.5)):  # full repeats the two products
-        config.train.activation_checkpointing = recomputation
-        seconds = paper_models.communication(config, model, GridSizes(2), aware=True)
-        assert seconds == {"x": pytest.approx(factor * sent / 100e9), "y": 0, "z": 0, "data": 0}
-
-
-def test_only_the_aware_model_depends_on_placement():
-    config = Config(model=TWO_LAYERS, train=TrainConfig(seq_len=4, batch_size=8), cluster=NODES_OF_4)
-    sizes, model = GridSizes(2, 4, 1, 1), registry.describe(TWO_LAYERS)
-    aware, agnostic = (paper_models.communication(config, model, sizes, flag) for flag in (True, False))
-    assert aware["x"] == agnostic["x"] and aware["y"] == pytest.approx(2 * agnostic["y"])
+def test_all_reduces_of_a_model_send_the_bytes_of_equations_4_to_8():
+    """Two blocks of hidden 8 on (2, 2, 4, 2), 32 rows per data group: each rank sends 2·(1/2) of its part."""
+    train = TrainConfig(seq_len=4, batch_size=16, precision="fp32")
+    sent = all_reduced_bytes(
+        Config(model=TWO_LAYERS, train=train), registry.describe(TWO_LAYERS), GridSizes(2, 2, 4, 2)
+    )
+    # By qkv (24 outputs), output (8), up (32) and down (8 of 32 inputs); the other axis splits each, and z the rows.
+    assert sent["y"] == 2 * 32 * (24 + 8 + 32 + 32) / (4 * 2) * 4
+    assert sent["x"] == 2 * 32 * (8 + 8 + 8 + 8) / (4 * 2) * 4
 
 
 def test_spans_give_stride_size_and_placement_on_nodes():
@@ -103,7 +81,7 @@ def test_a_group_crosses_the_levels_between_its_ranks():
 
 @pytest.mark.parametrize("sizes", [GridSizes(8, 1, 1, 1), GridSizes(2, 4, 1, 1), GridSizes(1, 2, 8, 1)])
 def test_between_nodes_the_bandwidth_is_that_of_equation_10(sizes):
-    beta = paper_models.bandwidths(sizes, 4, inter=100, intra=300)
+    beta = equation_10(NODES_OF_4, sizes)
     for axis, span in spans(sizes).items():
         if axis in beta and span.nodes(4) > 1:
             assert 1e-9 / speed(NODES_OF_4, "all_gather", span).s_per_byte == pytest.approx(beta[axis])
