@@ -27,8 +27,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -37,9 +39,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.laboratory.virtual_operations import Operations, has_kernel, host_reads, tensors_in
 from benchmarks.laboratory.virtual_streams import HostLinks, Stream
-from gpt4d.parallel.comm.cpu import processor
-from gpt4d.parallel.comm.cpu.processor import Processor
-from gpt4d.parallel.comm.cpu.shared_memory import SharedMemoryCollective
+from gpt4d.parallel.comm import stats
+from gpt4d.parallel.comm.cpu.comm_thread import CommFuture, CommThread
+from gpt4d.parallel.comm.cpu.shared_memory import Combine, SharedMemory, SharedMemoryCollective
 
 _PLAIN = torch.Tensor, torch.nn.Parameter
 _MAX_LATE_SHARE = 0.05  # maximum share of the elapsed time; beyond it the processor was the bottleneck
@@ -74,14 +76,23 @@ class VirtualDevice:
         self.links = HostLinks(intra_host_mb_s, ranks_per_host)
         self.source = source
         self._thread = threading.local()  # a task may outlast the context that submitted it
+        self._posted: WeakKeyDictionary[SharedMemoryCollective, float] = WeakKeyDictionary()  # times of their starts
 
     def __enter__(self) -> "VirtualDevice":
         self._entered, self._entered_cpu = self.source.perf_counter(), self.source.process_time()
         self.stream = Stream(self.source, self._entered)
         dispatch = self._thread.dispatch = Dispatch(self, self.stream)
         self._context = ExitStack()
-        self._context.enter_context(patch.object(dist.Work, "wait", self._wait(dist.Work.wait)))
-        self._context.enter_context(patch.object(processor, "current", VirtualProcessor(self)))
+        for place, name, replacement in (
+            (dist.Work, "wait", self._wait(dist.Work.wait)),
+            # gpt4d's clock, threads and shared memory on CPUs
+            (stats, "time", SimpleNamespace(perf_counter=self._now, monotonic=time.monotonic)),
+            (CommThread, "submit", self._submit(CommThread.submit)),
+            (CommFuture, "wait", self._wait_for_task(CommFuture.wait)),
+            (SharedMemory, "post", self._post(SharedMemory.post)),
+            (SharedMemoryCollective, "receive", self._receive(SharedMemoryCollective.receive)),
+        ):
+            self._context.enter_context(patch.object(place, name, replacement))
         self._context.enter_context(dispatch)
         return self
 
@@ -114,18 +125,73 @@ class VirtualDevice:
         """The dispatch of this thread."""
         return self._thread.dispatch
 
-    def on_thread(self, function: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a function that executes ``function`` on a stream of its own."""
-        stream = Stream(self.source, self.dispatch.stream.clock)
+    def _now(self) -> float:
+        # A wait exposes the time from when the device reaches it, as with the events of a GPU's stream.
+        return max(self.source.perf_counter(), self.dispatch.stream.clock)
 
-        def run() -> Any:
-            stream.synchronize()
-            with Dispatch(self, stream) as self._thread.dispatch:
-                result = function()
+    def _submit(self, original: Callable) -> Callable:
+        """Return the method ``submit`` of a CommThread, whose task executes on a stream of its own."""
+
+        def submit(worker: CommThread, function: Callable[[], Any]) -> CommFuture:
+            stream = Stream(self.source, self.dispatch.stream.clock)
+
+            def run() -> Any:
                 stream.synchronize()
-            return result
+                with Dispatch(self, stream) as self._thread.dispatch:
+                    result = function()
+                    stream.synchronize()
+                return result
 
-        return run
+            return original(worker, run)
+
+        return submit
+
+    def _wait_for_task(self, original: Callable) -> Callable:
+        def wait(task: CommFuture) -> Any:
+            with self.dispatch.stream.waiting():
+                return original(task)
+
+        return wait
+
+    def _post(self, original: Callable) -> Callable:
+        """Return the method ``post`` of a SharedMemory, which copies what the device has computed."""
+
+        def post(memory: SharedMemory, tensor: torch.Tensor, combine: Combine) -> SharedMemoryCollective:
+            self.dispatch.stream.synchronize()
+            started = self.source.perf_counter()
+            with self._copying():
+                collective = original(memory, tensor, combine)
+            self._posted[collective] = started
+            return collective
+
+        return post
+
+    def _receive(self, original: Callable) -> Callable:
+        """Return the method ``receive`` of a collective through shared memory, which takes the time of the links."""
+
+        def receive(collective: SharedMemoryCollective) -> torch.Tensor:
+            with self._copying():
+                result, sent, size = original(collective), collective.like, collective.memory.size
+                if collective not in self._posted:  # it was posted outside of this context
+                    return result
+                # An all-reduce goes round the ring twice, an all-gather or a reduce-scatter once, and a shift one step.
+                if result is not sent and result.nbytes == sent.nbytes:
+                    nbytes = float(sent.nbytes)
+                else:
+                    nbytes = (2 if result is sent else 1) * (size - 1) / size * max(sent.nbytes, result.nbytes)
+                self.dispatch.stream.sleep_until(self.links.reserve(self._posted[collective], nbytes))
+                return result
+
+        return receive
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        """Wait for other ranks. Copies and sums of shared memory take no time of the device, as ``links`` counts it."""
+        dispatch = self.dispatch
+        outer, dispatch.free = dispatch.free, True
+        with dispatch.stream.waiting():
+            yield
+        dispatch.free = outer
 
     def _wait(self, original: Callable) -> Callable:
         """Return the method ``wait`` of a torch.distributed.Work under the device."""
@@ -139,57 +205,6 @@ class VirtualDevice:
             return result
 
         return wait
-
-
-class VirtualProcessor(Processor):
-    """The processor of a rank that computes on a virtual device."""
-
-    def __init__(self, device: VirtualDevice):
-        self.device = device
-
-    def now(self) -> float:
-        # A wait exposes the time from when the device reaches it, as with the events of a GPU's stream.
-        return max(self.device.source.perf_counter(), self.device.dispatch.stream.clock)
-
-    def on_thread(self, function: Callable[[], Any]) -> Callable[[], Any]:
-        return self.device.on_thread(function)
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        with self.device.dispatch.stream.waiting():
-            yield
-
-    @contextmanager
-    def posting(self) -> Iterator[float | None]:
-        self.device.dispatch.stream.synchronize()
-        started = self.device.source.perf_counter()
-        with self._copying():
-            yield started
-
-    @contextmanager
-    def receiving(self, collective: SharedMemoryCollective) -> Iterator[None]:
-        with self._copying():
-            yield
-            if collective.started is None:
-                return  # it was posted outside of this context
-            assert collective.result is not None
-            sent, result, size = collective.like, collective.result, collective.memory.size
-            # An all-reduce goes round the ring twice, an all-gather or a reduce-scatter once, and a shift one step.
-            if result is not sent and result.nbytes == sent.nbytes:
-                nbytes = float(sent.nbytes)
-            else:
-                nbytes = (2 if result is sent else 1) * (size - 1) / size * max(sent.nbytes, result.nbytes)
-            ready = self.device.links.reserve(collective.started, nbytes)
-            self.device.dispatch.stream.sleep_until(ready)
-
-    @contextmanager
-    def _copying(self) -> Iterator[None]:
-        """Wait for other ranks. Copies and sums of shared memory take no time of the device, as ``links`` counts it."""
-        dispatch = self.device.dispatch
-        outer, dispatch.free = dispatch.free, True
-        with dispatch.stream.waiting():
-            yield
-        dispatch.free = outer
 
 
 class Dispatch(TorchDispatchMode):

@@ -16,7 +16,7 @@ from gpt4d.parallel.comm import collectives
 from gpt4d.parallel.comm.collectives import Axis
 from gpt4d.parallel.comm.cpu.gloo import Works
 from gpt4d.parallel.comm.pending import Pending
-from gpt4d.parallel.comm.process_group import ProcessGroupTransport, all_gather, reduce_scatter
+from gpt4d.parallel.comm.transport import ProcessGroupTransport, all_gather, reduce_scatter
 from gpt4d.runtime import gpu
 from tests.gpu.check import Check
 from tests.gpu.usage import seconds_of, synchronize

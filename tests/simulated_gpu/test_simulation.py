@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpt4d.parallel.comm.process_group import all_gather
+from gpt4d.parallel.comm.transport import all_gather
 from tests.simulated_gpu.job import GPU, simulated_job
 from tests.simulated_gpu.programs import Programs, ones
 

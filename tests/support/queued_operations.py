@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gpt4d.parallel.comm import process_group
+from gpt4d.parallel.comm import transport
 from gpt4d.parallel.comm.stats import CommStats
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.resharding import messages
@@ -179,7 +179,7 @@ def _recording(plan: ParallelPlan, rank: int) -> Iterator[_Recorder]:
         for context in (
             patch.multiple(torch.cuda, **streams),
             patch.multiple(dist, all_reduce=reduce, batch_isend_irecv=recorder.messages),
-            patch.multiple(process_group, all_gather=gather, reduce_scatter=scatter),
+            patch.multiple(transport, all_gather=gather, reduce_scatter=scatter),
             patch.object(CommStats, "track_wait", note),
             patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None),
             patch.dict(messages.MIN_CHUNK_BYTES, {_META.type: _CHUNK_BYTES}),

@@ -17,9 +17,8 @@ from torch import nn
 
 from gpt4d.parallel.comm.cpu.gloo import GlooTransport
 from gpt4d.parallel.comm.pending import SUM, Pending
-from gpt4d.parallel.comm.process_group import ProcessGroupTransport
 from gpt4d.parallel.comm.stats import CommStats, InFlightCollective
-from gpt4d.parallel.comm.transport import Transport
+from gpt4d.parallel.comm.transport import ProcessGroupTransport, Transport
 
 PROBE_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 22}
 

@@ -10,8 +10,6 @@ from typing import Any, cast
 
 import torch
 
-from gpt4d.parallel.comm.cpu import processor
-
 
 class CommFuture(Future):
     """A task of a worker. ``stopped``: time.perf_counter when it was complete."""
@@ -20,8 +18,7 @@ class CommFuture(Future):
 
     def wait(self) -> Any:
         """Wait until the task is complete; return its result or raise its error."""
-        with processor.current.waiting():
-            return self.result()
+        return self.result()
 
     def on_end(self, record: Callable[[float], None]) -> None:
         """Arrange for ``record`` to be called with ``stopped``, on the worker's thread."""
@@ -48,7 +45,7 @@ class CommThread:
 
     def submit(self, function: Callable[[], Any]) -> CommFuture:
         task = CommFuture()
-        self._tasks.put((task, processor.current.on_thread(function), self.on_error))
+        self._tasks.put((task, function, self.on_error))
         return task
 
     def close(self) -> None:

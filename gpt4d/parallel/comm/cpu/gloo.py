@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from gpt4d.parallel.comm import message_size
 from gpt4d.parallel.comm.pending import Pending
-from gpt4d.parallel.comm.process_group import REDUCE_OPS, all_gather, all_to_all, shift
-from gpt4d.parallel.comm.transport import Transport
+from gpt4d.parallel.comm.transport import REDUCE_OPS, Transport, all_gather, all_to_all, shift
 
 
 class Works:

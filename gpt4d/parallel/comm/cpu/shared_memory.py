@@ -16,7 +16,6 @@ from contextlib import contextmanager
 
 import torch
 
-from gpt4d.parallel.comm.cpu import processor
 from gpt4d.parallel.comm.cpu.gloo import GlooTransport
 from gpt4d.parallel.comm.pending import MAX, SUM, Pending
 from gpt4d.parallel.comm.transport import Transport
@@ -34,10 +33,8 @@ Combine = Callable[[torch.Tensor], torch.Tensor]  # computes the result from all
 class SharedMemoryCollective:
     """A collective in flight. ``wait`` returns its result, the same at each call."""
 
-    def __init__(
-        self, memory: "SharedMemory", number: int, like: torch.Tensor, combine: Combine, started: float | None
-    ):
-        self.memory, self.number, self.like, self.combine, self.started = memory, number, like, combine, started
+    def __init__(self, memory: "SharedMemory", number: int, like: torch.Tensor, combine: Combine):
+        self.memory, self.number, self.like, self.combine = memory, number, like, combine
         self.result: torch.Tensor | None = None
         self._record: Callable[[float], None] | None = None
 
@@ -46,14 +43,17 @@ class SharedMemoryCollective:
 
     def wait(self) -> torch.Tensor:
         if self.result is None:
-            with processor.current.receiving(self):
-                self.memory.wait_for_peers(self.number)
-                self.result = self.combine(self.memory.slots(self.number, self.like))
+            self.result = self.receive()
             del self.combine, self.like
             self.memory.in_flight.remove(self)  # else the memory object keeps the result alive
             if self._record:
                 self._record(time.perf_counter())
         return self.result
+
+    def receive(self) -> torch.Tensor:
+        """Wait for the peers and return the combination of all ranks' tensors."""
+        self.memory.wait_for_peers(self.number)
+        return self.combine(self.memory.slots(self.number, self.like))
 
 
 class SharedMemory:
@@ -82,17 +82,16 @@ class SharedMemory:
         """
         self.posted += 1
         number = self.posted
-        with processor.current.posting() as started:
-            # A slot is reused after _SLOTS collectives, when all ranks must have read it. A rank that has posted
-            # collective number - _MAX_AHEAD has read all up to number - _SLOTS, because it finishes them first.
-            while self.in_flight and self.in_flight[0].number <= number - _MAX_AHEAD:
-                self.in_flight[0].wait()
-            self.wait_for_peers(number - _MAX_AHEAD)
-            self.slots(number, tensor)[self.index].copy_(tensor)
-            for index, peer in self.peers.items():
-                with _name_lost_peer(index):
-                    peer.send(b"\0")
-        collective = SharedMemoryCollective(self, number, tensor, combine, started)
+        # A slot is reused after _SLOTS collectives, when all ranks must have read it. A rank that has posted
+        # collective number - _MAX_AHEAD has read all up to number - _SLOTS, because it finishes them first.
+        while self.in_flight and self.in_flight[0].number <= number - _MAX_AHEAD:
+            self.in_flight[0].wait()
+        self.wait_for_peers(number - _MAX_AHEAD)
+        self.slots(number, tensor)[self.index].copy_(tensor)
+        for index, peer in self.peers.items():
+            with _name_lost_peer(index):
+                peer.send(b"\0")
+        collective = SharedMemoryCollective(self, number, tensor, combine)
         self.in_flight.append(collective)
         return collective
 

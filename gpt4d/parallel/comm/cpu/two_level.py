@@ -13,8 +13,7 @@ from gpt4d.parallel.comm.cpu.comm_thread import CommFuture, CommThread
 from gpt4d.parallel.comm.cpu.gloo import GlooTransport, pieces
 from gpt4d.parallel.comm.cpu.shared_memory import SharedMemory, fits
 from gpt4d.parallel.comm.pending import SUM, Pending
-from gpt4d.parallel.comm.process_group import all_gather
-from gpt4d.parallel.comm.transport import Transport
+from gpt4d.parallel.comm.transport import Transport, all_gather
 
 # The parts of a piece of a collective: one starts the exchange between hosts and returns the handle, one finishes.
 Piece = tuple[Callable[[], dist.Work], Callable[[], object]]
