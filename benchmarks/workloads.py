@@ -138,14 +138,13 @@ class StagesConfig(DeviceConfig):
     def batch(self) -> int:
         return self.samples * self.microbatches
 
-    def plan(self, schedule: str, strategy: str) -> ParallelPlan:
+    def plan(self, schedule: str) -> ParallelPlan:
         """Return our plan. Raises ConfigError if the stages do not fit the ranks or the model."""
         sizes = parse_sizes(self.grid)
         chunks = self.chunks_per_stage if schedule == "interleaved_1f1b" else 1
         pipeline = PipelineConfig(
             stages=self.stages,
             schedule=schedule,
-            strategy=strategy,
             microbatches=self.microbatches,
             chunks_per_stage=chunks,
         )

@@ -136,7 +136,6 @@ def connect_stages(plan: ParallelPlan, stage: Stage, ranks_per_host: int, timeou
         plan.stages,
         training_edges,
         copies,
-        parallel.pipeline.strategy,
         ranks_per_host,
         stage.weights.device,
         new_group,

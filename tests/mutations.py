@@ -217,13 +217,13 @@ MUTATIONS = [
     ),
     Mutation(
         "parallel/resharding/messages.py",
-        "outgoing, incoming = (place - time_step) % size, (place - time_step - 1) % size",
-        "outgoing, incoming = (place - time_step) % size, (place - time_step) % size",
-        "all parts of a tile circulate in the ring of an all-gather",
+        "if place and 0 <= time_step - place + 1 < len(chunks):",
+        "if place and 0 <= time_step - place < len(chunks):",
+        "a device receives every chunk of a chain",
         "tests/parallel/resharding/test_program.py",
     ),
     Mutation(
-        "parallel/resharding/strategies.py",
+        "parallel/resharding/jobs.py",
         "receiving[host] = receiving.get(host, 0) + job.duration",
         "receiving[host] = job.duration",
         "the lower bound of a resharding counts all jobs of a receiver",

@@ -69,6 +69,7 @@ MISTAKES_OF_WORDS = [  # settings that cannot be composed, and a part of the mes
     ("lr_scheduler_type=linear", "did you mean optim.schedule?"),
     ("optim.name=muon", "use optim=muon, or optim=adamw"),
     ("logging.wandb.mode=offline", "logging.wandb.mode: there is no such key; use logging.trackers=[wandb], and"),
+    ("parallel.pipeline.strategy=send_recv", "parallel.pipeline.strategy: there is no such key; stages broadcast"),
     ("wandb=offline", "wandb: there is no such key; use logging.trackers=[wandb], and logging.online=true to log"),
     ("logging.wandb.project=a", "logging.wandb.project: there is no such key; did you mean logging.project?"),
     ("device=cpu", "a GPU is used where torch finds one; set the environment variable CUDA_VISIBLE_DEVICES"),

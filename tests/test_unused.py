@@ -84,7 +84,7 @@ CASES = [  # a model with settings | unused settings, a part of each reason, and
     ("gpt_tiny parallel.overlap.all_gather=false | parallel.overlap.prefetch=3", "",
      "parallel.overlap.all_gather=true"),
     ("gpt_tiny | parallel.pipeline.cuts=[2] parallel.pipeline.stage_grids=[1x1x1x1] parallel.pipeline.microbatches=2 "
-     "parallel.pipeline.chunks_per_stage=2 parallel.pipeline.strategy=send_recv",
+     "parallel.pipeline.chunks_per_stage=2",
      "there is one stage; set parallel.pipeline.stages", "parallel.pipeline.stages=2"),
     ("gpt_tiny | parallel.pipeline.schedule=1f1b", "there is one stage", "parallel.mode=auto"),
     ("gpt_tiny parallel.pipeline.stages=2 parallel.pipeline.stage_grids=[1x1x1x2,2x1x1x1] | "

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from benchmarks.laboratory.strategies import between_stages
 from benchmarks.laboratory.virtual_device import VirtualDevice
 from benchmarks.worker import Contender, share_process_groups
 from benchmarks.workloads import END, LAST, OPTIM, StagesConfig
@@ -113,11 +114,11 @@ class StagedTraining:
 
     def __init__(self, name: str, config: StagesConfig, links: LinkGroups, device: VirtualDevice | None):
         schedule, strategy, *waiting = name.split("/")
-        plan = config.plan(schedule, strategy)
+        plan = config.plan(schedule)
         own = plan.stage_of(dist.get_rank())
         self.device, self.grid = device, Grid(own.sizes, ranks=own.ranks)
         self.stage = build_stage(plan, self.grid, torch.device("cpu"))
-        with links.of_contender():
+        with links.of_contender(), between_stages(strategy):
             connect_stages(plan, self.stage, config.ranks)
         assert self.stage.exchange is not None
         if waiting:

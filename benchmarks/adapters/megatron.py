@@ -246,7 +246,7 @@ class MegatronPipeline(MegatronStage):
         self.positions = torch.arange(config.length).expand_as(self.microbatches[0][0])
 
     def _check_cuts(self, config: StagesConfig) -> None:
-        plan = config.plan("1f1b", "broadcast")
+        plan = config.plan("1f1b")
         blocks = plan.description.part(*plan.stages[self.index].parts[0]).blocks
         assert [*blocks] == [*self.layers], f"stage {self.index} has the blocks {blocks}, megatron-core's {self.layers}"
 

@@ -51,7 +51,7 @@ class TorchPipeline:
     """A training step of this rank's stage."""
 
     def __init__(self, name: str, config: StagesConfig):
-        plan = config.plan(SCHEDULES[name], "broadcast")
+        plan = config.plan(SCHEDULES[name])
         rank, size = dist.get_rank(), dist.get_world_size() // config.stages
         index, replica = divmod(rank, size)
         columns = [dist.new_group([*range(place, dist.get_world_size(), size)]) for place in range(size)]

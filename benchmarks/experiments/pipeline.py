@@ -21,17 +21,16 @@ from typing import Any, NamedTuple
 from benchmarks import report
 from benchmarks.driver import measure
 from benchmarks.interleave import WorkerSpec, contenders
+from benchmarks.laboratory.strategies import STRATEGIES, ComparedPlan, gradient_plan
+from benchmarks.laboratory.strategies import plan as plan_resharding
 from benchmarks.settings import arguments_of, parse_sizes
 from benchmarks.workloads import END, LAST, StagesConfig
 from gpt4d.config import ConfigError
-from gpt4d.config.schema import STRATEGIES
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.pipeline.schedule import Action
 from gpt4d.parallel.pipeline.simulation import Costs, Edge, Timeline, simulate
 from gpt4d.parallel.pipeline.stage_program import SCHEDULES, orders_of
 from gpt4d.parallel.resharding.mesh import StageMesh
-from gpt4d.parallel.resharding.plan import ReshardingPlan, gradient_plan
-from gpt4d.parallel.resharding.plan import plan as plan_resharding
 from gpt4d.plan import ParallelPlan
 from gpt4d.planner.stages import PipelineEstimate
 
@@ -98,17 +97,17 @@ def parse_contenders(text: str) -> list[str]:
     return list(dict.fromkeys([*names, *(f"{schedule}/signal" for schedule in schedules)]))
 
 
-def transfers(config: StagesConfig, plan: ParallelPlan) -> tuple[dict[Edge, float], "CopySeconds"]:
+def transfers(config: StagesConfig, plan: ParallelPlan, strategy: str) -> tuple[dict[Edge, float], "CopySeconds"]:
     """Return the planned seconds of each edge, and the seconds of copied weights and their gradients."""
     meshes = [StageMesh.of_grid(stage.ranks, stage.sizes, config.ranks) for stage in plan.stages]
-    strategy, count = plan.config.parallel.pipeline.strategy, len(meshes)
+    count = len(meshes)
 
-    def planned(shape: tuple[int, ...], layout: Layout, source: int, target: int) -> ReshardingPlan:
-        return plan_resharding(shape, layout, meshes[source], layout, meshes[target], strategy)
+    def planned(shape: tuple[int, ...], layout: Layout, source: int, target: int) -> ComparedPlan:
+        return plan_resharding(shape, layout, meshes[source], layout, meshes[target], strategy=strategy)
 
-    def seconds(resharding: ReshardingPlan) -> float:
+    def seconds(resharding: ComparedPlan) -> float:
         nbytes = math.prod(resharding.shape[resharding.num_summed :]) * _BYTES
-        return 0.0 if strategy == "signal" else float(resharding.makespan) * nbytes * 8 / (config.mbit * 1e6)
+        return float(resharding.makespan) * nbytes * 8 / (config.mbit * 1e6)
 
     def crosses(name: str, source: int, target: int) -> float:
         tensor = plan.description.tensors[name]
@@ -182,17 +181,17 @@ def predict(config: StagesConfig, name: str, actions_s: Mapping[str, float]) -> 
     ``actions_s`` has the seconds of actions of the same schedule with the strategy signal.
     """
     schedule, strategy = name.split("/")
-    plan = config.plan(schedule, strategy)
+    plan = config.plan(schedule)
     chunks = plan.config.parallel.pipeline.chunks_per_stage
     orders = orders_of(schedule, config.stages, config.microbatches, plan.costs, chunks)
-    edges, copies_s = transfers(config, plan)
+    edges, copies_s = transfers(config, plan, strategy)
     timeline = simulate(orders, costs_of(actions_s, plan.virtual_stages, config.microbatches, edges))
     return timeline.seconds + actions_s[END] + copies_s.exposed(timeline)
 
 
 def planned(config: StagesConfig, schedule: str) -> float:
     """Return the planner's seconds of a step, from the rates of links and devices alone."""
-    return PipelineEstimate.of(config.plan(schedule, "broadcast")).step_time_s
+    return PipelineEstimate.of(config.plan(schedule)).step_time_s
 
 
 def add_predictions(config: StagesConfig, rows: Iterable[dict]) -> None:

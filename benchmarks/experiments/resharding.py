@@ -20,10 +20,10 @@ import torch.distributed as dist
 from benchmarks import report
 from benchmarks.driver import measure
 from benchmarks.interleave import WorkerSpec
+from benchmarks.laboratory.strategies import STRATEGIES, ComparedPlan, ComparedResharding, plan
 from benchmarks.settings import DeviceConfig, WorkerSettings
 from benchmarks.worker import Contender
 from gpt4d.parallel.resharding.mesh import StageMesh, Tile, parse
-from gpt4d.parallel.resharding.plan import ReshardingPlan, plan
 from gpt4d.parallel.resharding.transfer import Link
 
 PACKAGES = ("torch",)
@@ -46,12 +46,11 @@ TABLE_2 = {
 # Fig. 5: from one device to 1–4 on one host, and to two on each of 1–4 hosts.
 FIGURE_5 = {f"1x{devices}": ("RRR", (1, 1), "RRR", (1, devices)) for devices in (1, 2, 3, 4)}
 FIGURE_5 |= {f"{hosts}x2": ("RRR", (1, 1), "RRR", (hosts, 2)) for hosts in (2, 3, 4)}
-STRATEGIES = ("broadcast", "send_recv", "local_allgather", "global_allgather", "signal")
 _COLORS = dict(zip(STRATEGIES, ("#2f6db3", "#b7b7b7", "#d9c89e", "#c6a07a", "#9fbf9f"), strict=True))
 ORDERS = ("naive", "load_balance")  # for the cases of Table 2 with broadcast, besides the default
 
 
-def plans() -> dict[str, ReshardingPlan]:
+def plans() -> dict[str, ComparedPlan]:
     """Return the plans by name: ``case/strategy``, or ``case/broadcast/order`` for orders other than the default."""
     by_name = {}
     for case, ends in (TABLE_2 | FIGURE_5).items():
@@ -63,7 +62,7 @@ def plans() -> dict[str, ReshardingPlan]:
     return by_name
 
 
-def make_plan(case: str, ends: tuple, **options) -> ReshardingPlan:
+def make_plan(case: str, ends: tuple, **options) -> ComparedPlan:
     source, source_shape, destination, destination_shape = ends
     shape = (384, 256, 42) if case == "case 6" else SHAPE
     first, second = make_mesh(source_shape, 0), make_mesh(destination_shape, source_shape[0])
@@ -79,10 +78,10 @@ def make_mesh(shape: tuple[int, int], first_host: int) -> StageMesh:
 class Transfer:
     """A plan to execute. A step is one transfer, after which each receiver has its local tensor."""
 
-    def __init__(self, link: Link, resharding_plan: ReshardingPlan):
+    def __init__(self, link: Link, resharding_plan: ComparedPlan):
         self.plan = resharding_plan
         ranks = (*self.plan.source_mesh.devices, *self.plan.destination_mesh.devices)
-        self.resharding = link.prepare(self.plan, DTYPE) if dist.get_rank() in ranks else None
+        self.resharding = ComparedResharding(link, self.plan, DTYPE) if dist.get_rank() in ranks else None
         self.local = self.out = None
 
     def step(self) -> Callable[[], dict]:

@@ -36,6 +36,7 @@ _EXPLAINED = {
     "use logging.trackers=[tensorboard]": "tensorboard use_tensorboard tensorboard_dir",
     "use logging.trackers=[mlflow]": "mlflow use_mlflow",
     "use data=text data.path='books/*.txt', or another choice of data": "dataset dataset_name",
+    "stages broadcast their tensors; leave it out": "parallel.pipeline.strategy",
 }
 REMEDIES = {name: remedy for remedy, names in _EXPLAINED.items() for name in names.split()}
 _ABSENT = object()

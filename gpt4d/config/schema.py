@@ -27,7 +27,6 @@ IMAGE_SOURCES = ("blue_marble", "pictures", "hub")
 LORA_TARGETS = ("qkv", "output", "up", "down")
 HELD_OUT = "held_out"  # name of the validation set of the documents or images that the run holds out
 SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "eager_1f1b_w", "interleaved_1f1b", "zb_h1")
-STRATEGIES = ("broadcast", "send_recv", "local_allgather", "global_allgather", "signal")
 RANK_ORDERS = ("xy", "yx")
 GRID_KEYS = ("gx", "gy", "gz", "gdata")  # in the order of GridSizes
 _MODES = ("4d", "atp", "auto")
@@ -149,9 +148,6 @@ class PipelineConfig:
         read_if=when.in_stages)
     microbatches: int | None = setting(None, "number per step; null: four per stage, or fewer for a small batch",
         **COUNT, read_if=when.in_stages)
-    # Signal sends no values: it is for benchmarks, which do not check their settings here.
-    strategy: str = setting("broadcast", "resharding of tensors between stages", choices=STRATEGIES[:-1],
-        read_if=when.in_possible_stages)
 
 
 @dataclass

@@ -74,11 +74,11 @@ def test_a_predicted_step_has_actions_transfers_and_its_end():
 
 def test_transfers_are_planned_at_the_rate_of_the_uplinks():
     for strategy, factor in (("broadcast", 1), ("send_recv", 2), ("signal", 0)):  # two devices of x need each tile
-        edges, copies_s = pipeline.transfers(CASE, CASE.plan("1f1b", strategy))
+        edges, copies_s = pipeline.transfers(CASE, CASE.plan("1f1b"), strategy)
         assert edges == {(0, 1): pytest.approx(factor * LINK_S)}
         assert (min(copies_s) > 0) == (max(copies_s) > 0) == (strategy != "signal")
     alone = replace(CASE, grid="1x1x1x4")
-    assert pipeline.transfers(alone, alone.plan("1f1b", "broadcast"))[1] == pytest.approx((TIED_S, TIED_S))
+    assert pipeline.transfers(alone, alone.plan("1f1b"), "broadcast")[1] == pytest.approx((TIED_S, TIED_S))
 
 
 def test_a_step_waits_for_copied_weights_as_far_as_nothing_is_computed_meanwhile():

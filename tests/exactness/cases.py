@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 
 from gpt4d.config import Config, GridSizes, divisors
 from gpt4d.config.composing import CONFIG_DIR, to_config
-from gpt4d.config.schema import SCHEDULES, STRATEGIES
+from gpt4d.config.schema import SCHEDULES
 
 MAX_RANKS = 8
 FAMILIES = {
@@ -166,7 +166,6 @@ def _plan(draw: random.Random, plan: str, grids: list[GridSizes]) -> Settings:
         settings |= {
             "parallel.pipeline.stages": len(grids),
             "parallel.pipeline.schedule": schedule,
-            "parallel.pipeline.strategy": draw.choice(STRATEGIES[:-1]),
         }
         if schedule == "interleaved_1f1b":
             settings["parallel.pipeline.chunks_per_stage"] = draw.choice((1, 2))

@@ -110,7 +110,7 @@ def test_a_link_exists_only_in_a_direction_in_which_tensors_or_gradients_cross(j
     stages = consecutive_stages([GridSizes()] * 3, [((0, 1),)] * 3, None)
     edges = [Edge("ids", 0, 1, whole, (4,), torch.int64), Edge("x", 1, 2, whole, (4,), torch.float32)]
     copies = [Copy("weight", 0, 2, whole, (4,), torch.float32)]
-    exchange = Exchange(stages, edges, copies, "broadcast", 3, torch.device("cpu"), lambda ranks: groups.append(ranks))
+    exchange = Exchange(stages, edges, copies, 3, torch.device("cpu"), lambda ranks: groups.append(ranks))
     assert list(exchange.links) == [(0, 1), (1, 2), (2, 1)]  # rank 1 takes part in these
     assert groups == [[0, 1], [0, 2], [1, 2], [0, 2], [1, 2]]  # 0 to 1, 0 to 2, 1 to 2, 2 to 0, 2 to 1
 

@@ -62,7 +62,7 @@ def bytes_of_a_step(config: Config, world_size: int) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("world_size", "model", "grid", "overrides"),
     [
-        (6, GPT, "pipeline.stages=2 pipeline.stage_grids=[2x1x1x2,1x2x1x1] pipeline.strategy=local_allgather", ()),
+        (6, GPT, "pipeline.stages=2 pipeline.stage_grids=[2x1x1x2,1x2x1x1]", ()),
         (3, GPT, "pipeline.stages=3 pipeline.schedule=interleaved_1f1b pipeline.chunks_per_stage=2", (LAYERS_6,)),
         (4, GPT, "gz=2 context=2 pipeline.stages=2 pipeline.schedule=1f1b", ()),
         (4, GROUPED, "gz=2 gdata=2 context=4", ()),

@@ -20,9 +20,9 @@ class Option(NamedTuple):
     layers: int = 1  # number of blocks of a text model with this plan
 
 
-def _stages(schedule: str, grids: str, strategy: str, world_size: int, chunks: int = 1) -> Option:
+def _stages(schedule: str, grids: str, world_size: int, chunks: int = 1) -> Option:
     count, microbatches = grids.count(",") + 1, 2 if chunks > 1 else 3
-    pipeline = {"stages": count, "stage_grids": grids, "schedule": schedule, "strategy": strategy}
+    pipeline = {"stages": count, "stage_grids": grids, "schedule": schedule}
     pipeline |= {"chunks_per_stage": chunks, "microbatches": microbatches}
     settings = {f"parallel.pipeline.{key}": value for key, value in pipeline.items()}
     return Option(settings | {"train.batch_size": 8 * microbatches}, world_size=world_size, layers=count * chunks)
@@ -46,12 +46,12 @@ FACTORS: dict[str, dict[str, Option]] = {
         "z": _grid(1, 1, 4, 1),
         "atp 2x2": _atp(2, 2),
         "atp 4x1": _atp(4, 1),
-        "gpipe": _stages("gpipe", "[2x1x2x1,1x2x1x1]", "broadcast", 6),
-        "1f1b": _stages("1f1b", "[1x1x1x2,2x1x1x1]", "send_recv", 4),
-        "eager": _stages("eager_1f1b", "[2x1x1x1,1x1x2x1,1x2x1x1]", "local_allgather", 6),
-        "eager w": _stages("eager_1f1b_w", "[2x2x1x1,1x1x1x2]", "global_allgather", 6),
-        "zb": _stages("zb_h1", "[1x2x1x1,2x1x1x1]", "broadcast", 4),
-        "interleaved": _stages("interleaved_1f1b", "[2x1x1x1,2x1x1x1]", "broadcast", 4, chunks=2),
+        "gpipe": _stages("gpipe", "[2x1x2x1,1x2x1x1]", 6),
+        "1f1b": _stages("1f1b", "[1x1x1x2,2x1x1x1]", 4),
+        "eager": _stages("eager_1f1b", "[2x1x1x1,1x1x2x1,1x2x1x1]", 6),
+        "eager w": _stages("eager_1f1b_w", "[2x2x1x1,1x1x1x2]", 6),
+        "zb": _stages("zb_h1", "[1x2x1x1,2x1x1x1]", 4),
+        "interleaved": _stages("interleaved_1f1b", "[2x1x1x1,2x1x1x1]", 4, chunks=2),
     },
     "family": {
         "gpt": Option({"model.hidden": 24}),

@@ -77,7 +77,6 @@ class Exchange:
         stages: the plans of all stages.
         edges: the tensors that cross between virtual stages.
         copies: weights that several stages use.
-        strategy: strategy of the transfers (gpt4d.parallel.resharding).
         ranks_per_host: number of consecutive ranks of the job on each host.
         device: this rank's device.
         new_group: creates a process group of the given ranks; all ranks of the job call it.
@@ -89,7 +88,6 @@ class Exchange:
         stages: Sequence[StagePlan],
         edges: Sequence[Edge],
         copies: Sequence[Copy],
-        strategy: str,
         ranks_per_host: int,
         device: torch.device,
         new_group: Callable[[list[int]], dist.ProcessGroup],
@@ -114,7 +112,7 @@ class Exchange:
             group = new_group(members)
             if rank in members:
                 self.links[source, target] = Link(link_name(source, target), group, device)
-        self._meshes, self._strategy = meshes, strategy
+        self._meshes = meshes
         for edge in edges:
             self._prepare(edge)
 
@@ -123,7 +121,7 @@ class Exchange:
         self._stage = next(stage.index for stage in stages if rank in stage.ranks)
         self.copies = [tied for tied in copies if self._stage in (tied.owner, tied.holder)]
         for tied in self.copies:
-            weight = plan(tied.shape, tied.layout, meshes[tied.owner], tied.layout, meshes[tied.holder], strategy)
+            weight = plan(tied.shape, tied.layout, meshes[tied.owner], tied.layout, meshes[tied.holder])
             self._weights[tied.name] = self.links[tied.owner, tied.holder].prepare(weight, tied.dtype)
             self._gradients[tied.name] = self.links[tied.holder, tied.owner].prepare(gradient_plan(weight), tied.dtype)
         self._arriving: list[ReshardingInFlight] = []  # copied weights that this rank receives
@@ -134,7 +132,7 @@ class Exchange:
         if (link := self.links.get((source, target))) is None:
             return
         meshes = self._meshes[source], self._meshes[target]
-        forward = plan(edge.shape, edge.layout, meshes[0], edge.layout, meshes[1], self._strategy)
+        forward = plan(edge.shape, edge.layout, meshes[0], edge.layout, meshes[1])
         self._add(edge.name, edge.source, edge.target, link.prepare(forward, edge.dtype))
         if gradients and edge.has_gradient:
             back = self.links[target, source].prepare(gradient_plan(forward), edge.dtype)

@@ -3,10 +3,10 @@
 python -m gpt4d.parallel.resharding src=S0RR src_mesh=2x4 dst=RS0R dst_mesh=2x4 shape=1024,1024,512
 
 A mesh has the shape hosts × devices per host; src_hosts=0,0,1,1 and dst_hosts=… give the host of each device.
-Other options: strategy=broadcast|send_recv|local_allgather|global_allgather|signal,
-order=ensemble|naive|load_balance|dfs|greedy, seed=0, effort=1, format=table|json, plot=FILE.
+Other options: format=table|json, plot=FILE for a Gantt chart of the hosts' links.
 """
 
+import json
 import math
 import re
 import sys
@@ -17,11 +17,9 @@ from omegaconf import MISSING
 
 from gpt4d.config import ConfigError, asks_for_help, check_choice, check_image_format, from_arguments
 from gpt4d.config.commands import one_line_errors
-from gpt4d.config.schema import STRATEGIES
 from gpt4d.parallel.layout import Layout
-from gpt4d.parallel.resharding import report
-from gpt4d.parallel.resharding.mesh import StageMesh, parse
-from gpt4d.parallel.resharding.plan import ORDERS, plan
+from gpt4d.parallel.resharding.mesh import StageMesh, Tile, UnitTask, notation, parse
+from gpt4d.parallel.resharding.plan import ReshardingPlan, Send, plan
 from gpt4d.runtime.writing import required_file
 
 _MAX_DEVICES = 4096  # per mesh
@@ -39,10 +37,6 @@ class ReshardingQuery:
     shape: str = MISSING  # shape of the global tensor: 1024,1024,512
     src_hosts: str | None = None  # host of each device: 0,0,1,1
     dst_hosts: str | None = None
-    strategy: str = "broadcast"
-    order: str = "ensemble"
-    seed: int = 0
-    effort: int = 1  # multiplies the number of choices that the search examines; 1 takes less than a second
     format: str = "table"  # or json
     plot: str | None = None  # file for a Gantt chart
 
@@ -53,12 +47,8 @@ def main(arguments: list[str]) -> None:
         print(__doc__)
         return
     query = from_arguments(ReshardingQuery, arguments)
-    check_choice("strategy", query.strategy, STRATEGIES)
-    check_choice("order", query.order, ORDERS)
     check_choice("format", query.format, ("table", "json"))
     check_image_format("plot", query.plot)
-    if query.effort < 1:
-        raise ConfigError(f"effort={query.effort}: use a value of at least 1")
     shape = _parse_integers("shape", query.shape, ",", "1024,1024,512")
     source_mesh = _parse_mesh("src", query, 0, 0)
     destination_mesh = _parse_mesh("dst", query, len(source_mesh.devices), max(source_mesh.hosts) + 1)
@@ -66,12 +56,11 @@ def main(arguments: list[str]) -> None:
         _parse_layout(key, query, shape, mesh) for key, mesh in (("src", source_mesh), ("dst", destination_mesh))
     )
     _check_tiles(query, shape, (source, source_mesh), (destination, destination_mesh))
-    options = {"strategy": query.strategy, "order": query.order, "seed": query.seed, "effort": query.effort}
-    resharding_plan = plan(shape, source, source_mesh, destination, destination_mesh, **options)
-    print(report.as_json(resharding_plan) if query.format == "json" else report.as_table(resharding_plan))
+    resharding_plan = plan(shape, source, source_mesh, destination, destination_mesh)
+    print(as_json(resharding_plan) if query.format == "json" else as_table(resharding_plan))
     if query.plot:
         with required_file(Path(query.plot)):
-            report.plot(resharding_plan, Path(query.plot))
+            plot(resharding_plan, Path(query.plot))
 
 
 def _parse_integers(key: str, text: str, separator: str, example: str, minimum: int = 1) -> tuple[int, ...]:
@@ -125,6 +114,126 @@ def _check_tiles(query: ReshardingQuery, shape: tuple[int, ...], *sides: tuple[L
             f"src={query.src} dst={query.dst}: {tiles} common tiles on these meshes; use smaller meshes, with at most "
             f"{_MAX_TILES} common tiles"
         )
+
+
+def as_json(plan: ReshardingPlan) -> str:
+    """Return the plan as JSON, with unit tasks ordered by the start of their first send.
+
+    The unit of time is one transfer of the global tensor over one host's link.
+    """
+    document = {
+        "shape": plan.shape,
+        "src": notation(plan.source),
+        "src_mesh": _mesh_as_json(plan.source_mesh),
+        "dst": notation(plan.destination),
+        "dst_mesh": _mesh_as_json(plan.destination_mesh),
+        "makespan": float(plan.makespan),
+        "lower_bound": float(plan.lower_bound),
+        "optimal": plan.makespan == plan.lower_bound,
+        "tasks": [_task_as_json(plan.tasks[number], sends) for number, sends in _sends_by_task(plan).items()],
+    }
+    return json.dumps(document, indent=1)
+
+
+def _sends_by_task(plan: ReshardingPlan) -> dict[int, list[Send]]:
+    by_task: dict[int, list[Send]] = {}
+    for send in plan.sends:
+        by_task.setdefault(send.task, []).append(send)
+    return by_task
+
+
+def _mesh_as_json(mesh: StageMesh) -> dict:
+    return {"shape": [size for _, size in mesh.axes], "devices": mesh.devices, "hosts": mesh.hosts}
+
+
+def _task_as_json(task: UnitTask, sends: list[Send]) -> dict:
+    entry = {"tile": task.tile, "elements": task.elements, "senders": task.senders, "receivers": task.receivers}
+    entry["sends"] = [
+        {
+            "sender": send.sender,
+            "sender_host": send.sender_host,
+            "receivers": send.receivers,
+            "receiver_hosts": send.receiver_hosts,
+            "start": float(send.start),
+            "stop": float(send.stop),
+        }
+        for send in sends
+    ]
+    return entry
+
+
+def as_table(plan: ReshardingPlan) -> str:
+    """Return the plan as text: a title, a table with one line per send in order, and a summary."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, header_style="")
+    table.add_column("tile")
+    for heading in ("host", "sender", "to hosts", "to receivers", "start", "stop"):
+        table.add_column(heading, justify="right")
+    for send in plan.sends:
+        cells = (_ranges(send.tile), send.sender_host, send.sender, _list(send.receiver_hosts), _list(send.receivers))
+        table.add_row(*map(str, cells), f"{float(send.start):.4f}", f"{float(send.stop):.4f}")
+    console = Console(width=160, no_color=True, highlight=False)
+    with console.capture() as capture:
+        console.print(table)
+    return "\n".join([_title(plan), capture.get().rstrip("\n"), "", _summary(plan)])
+
+
+def _title(plan: ReshardingPlan) -> str:
+    def side(layout, mesh: StageMesh) -> str:
+        return f"{notation(layout)} on {'×'.join(str(size) for _, size in mesh.axes)}"
+
+    shape = "×".join(map(str, plan.shape))
+    ends = f"{side(plan.source, plan.source_mesh)} → {side(plan.destination, plan.destination_mesh)}"
+    return f"{shape}: {ends}"
+
+
+def _summary(plan: ReshardingPlan) -> str:
+    proof = "optimal" if plan.makespan == plan.lower_bound else "not proved optimal"
+    return (
+        f"{len(plan.tasks)} unit task(s), {len(plan.sends)} send(s): makespan {float(plan.makespan):.4f}, lower bound "
+        f"{float(plan.lower_bound):.4f} ({proof}), in units of the entire tensor over one host's link"
+    )
+
+
+def _ranges(tile: Tile) -> str:
+    return "[" + ", ".join(f"{start}:{stop}" for start, stop in tile) + "]"
+
+
+def _list(numbers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def plot(plan: ReshardingPlan, path: Path) -> None:
+    """Save a Gantt chart of each host's sends and receives to ``path``. Unit tasks have 20 repeating colors."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    rows: dict[tuple[str, int], list[Send]] = {}
+    for send in plan.sends:
+        for row in [("sends", send.sender_host), *(("receives", host) for host in send.receiver_hosts)]:
+            rows.setdefault(row, []).append(send)
+    rows = {row: rows[row] for row in sorted(rows, key=lambda row: (row[0] == "receives", row[1]))}
+    figure = Figure(figsize=(10, 1.8 + 0.42 * len(rows)), layout="constrained")
+    panel = figure.add_subplot()
+    colors = matplotlib.colormaps["tab20"]
+    for place, sends in enumerate(rows.values()):
+        bars = [(float(send.start), float(send.stop - send.start)) for send in sends]
+        fill = [colors(send.task % 20) for send in sends]
+        panel.broken_barh(bars, (place - 0.4, 0.8), facecolors=fill, edgecolor="white", linewidth=60 / (60 + len(bars)))
+        for send, (start, length) in zip(sends, bars, strict=True):
+            if length > 0.04 * float(plan.makespan):
+                panel.text(start + length / 2, place, str(send.task), ha="center", va="center", fontsize=8)
+    panel.axvline(float(plan.lower_bound), color="black", linestyle="--", linewidth=1, label="lower bound")
+    panel.set_yticks(range(len(rows)), [f"host {host} {direction}" for direction, host in rows])
+    panel.invert_yaxis()
+    panel.set_xlim(0, max(1.02 * float(plan.makespan), 1e-9))
+    panel.set_xlabel("time, in units of the entire tensor over one host's link")
+    panel.set_title(f"{_title(plan)}\nmakespan {float(plan.makespan):.4f}; numbers are unit tasks", fontsize=10)
+    figure.legend(loc="outside lower right", frameon=False)
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,8 @@ def rank_program(plan: ReshardingPlan, rank: int, element_bytes: int, device_typ
     for number, send in enumerate(plan.sends):
         if rank == send.sender or rank in send.receivers:
             nbytes = plan.tasks[send.task].elements * element_bytes
-            rounds = _rounds(plan, send, rank, _num_chunks(nbytes, len(send.receivers), device_type))
+            num_chunks = _num_chunks(nbytes, len(send.receivers), device_type)
+            rounds = chain(send, rank, plan.tasks[send.task].elements, num_chunks)
             adjacent = neighbors.get(number, (None, None))
             slices = _local_slices(send.tile, own, chunked)
             steps.append(SendStep(send.task, slices, _tile_shape(send.tile), not receives, rounds, *adjacent))
@@ -103,51 +104,23 @@ def _num_chunks(nbytes: int, receivers: int, device_type: str) -> int:
     return max(1, min(_MAX_CHUNKS, nbytes // MIN_CHUNK_BYTES[device_type]))
 
 
-def _rounds(plan: ReshardingPlan, send: Send, rank: int, num_chunks: int) -> tuple[Round, ...]:
-    """Return the rounds of one rank in one send."""
-    elements = plan.tasks[send.task].elements
-    if plan.strategy.endswith("allgather"):
-        return _all_gather(send, rank, elements)
-    if plan.strategy == "signal":
-        return _chain(send, rank, [(0, 1)])
-    return _chain(send, rank, _split(elements, num_chunks))
-
-
-def _chain(send: Send, rank: int, chunks: list[tuple[int, int]]) -> tuple[Round, ...]:
-    """Return the rounds of a chain, along which chunks are pipelined from device to device (arXiv 2211.05322, §3.1)."""
-    chain = (send.sender, *send.receivers)
-    place = chain.index(rank)
+def chain(send: Send, rank: int, elements: int, num_chunks: int) -> tuple[Round, ...]:
+    """Return one rank's rounds of a send, whose chunks pass from device to device (arXiv 2211.05322, §3.1)."""
+    ranks, chunks = (send.sender, *send.receivers), split(elements, num_chunks)
+    place = ranks.index(rank)
     rounds = []
-    for time_step in range(len(chunks) + len(chain)):
+    for time_step in range(len(chunks) + len(ranks)):
         sends, receives = [], []
-        if place + 1 < len(chain) and 0 <= time_step - place < len(chunks):
-            sends.append(PeerMessage(chain[place + 1], *chunks[time_step - place]))
+        if place + 1 < len(ranks) and 0 <= time_step - place < len(chunks):
+            sends.append(PeerMessage(ranks[place + 1], *chunks[time_step - place]))
         if place and 0 <= time_step - place + 1 < len(chunks):
-            receives.append(PeerMessage(chain[place - 1], *chunks[time_step - place + 1]))
+            receives.append(PeerMessage(ranks[place - 1], *chunks[time_step - place + 1]))
         if sends or receives:
             rounds.append(Round(tuple(sends), tuple(receives)))
     return tuple(rounds)
 
 
-def _all_gather(send: Send, rank: int, elements: int) -> tuple[Round, ...]:
-    """Return the rounds of a scatter of shards to the receivers and of a ring all-gather among them."""
-    ring, parts = send.receivers, _split(elements, len(send.receivers))
-
-    def messages(*exchanges: tuple[int, int]) -> tuple[PeerMessage, ...]:  # (peer, index of the part)
-        return tuple(PeerMessage(peer, *parts[i]) for peer, i in exchanges if parts[i][0] < parts[i][1])
-
-    if rank == send.sender:
-        return (Round(messages(*((device, i) for i, device in enumerate(ring))), ()),)
-    place, size = ring.index(rank), len(ring)
-    rounds = [Round((), messages((send.sender, place)))]
-    for time_step in range(size - 1):
-        next_rank, previous_rank = ring[(place + 1) % size], ring[place - 1]
-        outgoing, incoming = (place - time_step) % size, (place - time_step - 1) % size
-        rounds.append(Round(messages((next_rank, outgoing)), messages((previous_rank, incoming))))
-    return tuple(rounds)
-
-
-def _split(elements: int, count: int) -> list[tuple[int, int]]:
+def split(elements: int, count: int) -> list[tuple[int, int]]:
     """Split a range into ``count`` near-equal parts, longer parts first, with the rule of ``Layout.tile``."""
     return [Layout(("part",)).tile((elements,), {"part": count}, {"part": index})[0] for index in range(count)]
 

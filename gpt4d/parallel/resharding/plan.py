@@ -1,22 +1,33 @@
 """The plan of one resharding: a value that every rank computes identically."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from gpt4d.config.schema import STRATEGIES
 from gpt4d.parallel.layout import Layout
-from gpt4d.parallel.resharding import search, strategies
+from gpt4d.parallel.resharding import search
+from gpt4d.parallel.resharding.jobs import (
+    JobSequence,
+    SendJob,
+    Slot,
+    by_host,
+    lower_bound,
+    send_jobs,
+    timetable,
+    together,
+)
 from gpt4d.parallel.resharding.mesh import StageMesh, Tile, UnitTask, unit_tasks
-from gpt4d.parallel.resharding.strategies import SendJob, lower_bound, send_jobs
 
-ORDERS = ("ensemble", "naive", "load_balance", "dfs", "greedy")
+# Shape, then layout and mesh of the source and of the destination
+Ends = tuple[tuple[int, ...], Layout, StageMesh, Layout, StageMesh]
+Search = Callable[[list[SendJob]], tuple[JobSequence, bool]]  # returns a sequence, and True if it is proved optimal
 
 
 @dataclass(frozen=True)
 class Send:
-    """One device sends one tile to one or more receivers, by the strategy of the plan."""
+    """One device sends one tile to one or more receivers, along a chain."""
 
     task: int  # index of the unit task
     tile: Tile
@@ -32,10 +43,10 @@ class Send:
 class ReshardingPlan:
     """The sends of one resharding, in the single order that all ranks follow.
 
-    The unit of time is one transfer of the global tensor over one host's link. With this strategy, no order and no
-    choice of senders takes less than ``lower_bound``. The bound holds for broadcasts to all hosts at once and to each
-    host separately. The plan is optimal if ``makespan`` equals ``lower_bound``. If the meshes share hosts, a host that
-    both sends and forwards takes longer than planned.
+    The unit of time is one transfer of the global tensor over one host's link. No order and no choice of senders takes
+    less than ``lower_bound``. The bound holds for broadcasts to all hosts at once and to each host separately. The plan
+    is optimal if ``makespan`` equals ``lower_bound``. If the meshes share hosts, a host that both sends and forwards
+    takes longer than planned.
     """
 
     shape: tuple[int, ...]
@@ -43,10 +54,6 @@ class ReshardingPlan:
     source_mesh: StageMesh
     destination: Layout
     destination_mesh: StageMesh
-    strategy: str
-    order: str
-    seed: int
-    effort: int
     num_summed: int  # number of leading dims of ``shape`` with contributions to a gradient, which receivers add up
     tasks: tuple[UnitTask, ...]
     sends: tuple[Send, ...]
@@ -56,8 +63,6 @@ class ReshardingPlan:
     @property
     def sent_elements(self) -> int:
         """Number of elements that all ranks together send. Every receiver gets each tile that it needs once."""
-        if self.strategy == "signal":
-            return sum(len(send.receivers) for send in self.sends)
         return sum(task.elements * len(task.receivers) for task in self.tasks)
 
 
@@ -68,25 +73,31 @@ def plan(
     source_mesh: StageMesh,
     destination: Layout,
     destination_mesh: StageMesh,
-    strategy: str = "broadcast",
-    order: str = "ensemble",
-    seed: int = 0,
-    effort: int = 1,
     num_summed: int = 0,
 ) -> ReshardingPlan:
     """Return the plan for a tensor of ``shape`` between two disjoint meshes (arXiv 2211.05322, §3).
 
-    The order ``ensemble`` is the better result of ``greedy``, randomized by ``seed``, and ``dfs``. Both examine a fixed
-    number of choices times ``effort``. With effort 1 they take less than a second for up to about ten thousand tasks.
-    Equal arguments give equal plans on every rank, and plans are cached. ``num_summed`` is for ``gradient_plan``.
+    The order is the better result of a randomized greedy search and a depth-first search. Both examine a fixed number
+    of choices. They take less than a second for up to about ten thousand tasks. Equal arguments give equal plans on
+    every rank, and plans are cached. ``num_summed`` is for ``gradient_plan``.
     """
-    assert strategy in STRATEGIES and order in ORDERS, (strategy, order)
-    tasks = unit_tasks(shape, source, source_mesh, destination, destination_mesh)
-    alternatives = [send_jobs(tasks, strategy, source_mesh, destination_mesh)]
-    if strategy == "broadcast" and order == "ensemble":
-        # A send to several hosts starts only when all hosts are free, so separate sends are sometimes faster.
-        alternatives.append(send_jobs(tasks, "local_allgather", source_mesh, destination_mesh))
-    jobs, slots, bound = _best_schedule(alternatives, order, seed, effort)
+    ends = shape, source, source_mesh, destination, destination_mesh
+    tasks = unit_tasks(*ends)
+    # A send to several hosts starts only when all hosts are free, so separate sends are sometimes faster.
+    alternatives = [send_jobs(tasks, source_mesh, destination_mesh, split) for split in (together, by_host)]
+    return ReshardingPlan(*ends, num_summed, tuple(tasks), *schedule(ends, num_summed, tasks, alternatives))
+
+
+def schedule(
+    ends: Ends,
+    num_summed: int,
+    tasks: list[UnitTask],
+    alternatives: list[list[SendJob]],
+    find: Search = search.ensemble,
+) -> tuple[tuple[Send, ...], Fraction, Fraction]:
+    """Return the sends of the alternative that ends first, its makespan, and the lower bound of all alternatives."""
+    shape, _, source_mesh, *_ = ends
+    jobs, slots, bound = _best_schedule(alternatives, find)
     end = max((slot.stop for slot in slots), default=0)
     # Jobs inside a host go last: no link waits for them.
     between_hosts = [job for job in jobs if job.over_links]
@@ -100,22 +111,7 @@ def plan(
     sends += [
         senders.assign(job, job.sender_hosts[0], Fraction(end, unit), Fraction(end, unit)) for job in inside_hosts
     ]
-    return ReshardingPlan(
-        shape,
-        source,
-        source_mesh,
-        destination,
-        destination_mesh,
-        strategy,
-        order,
-        seed,
-        effort,
-        num_summed,
-        tuple(tasks),
-        tuple(sends),
-        Fraction(end, unit),
-        Fraction(bound, unit),
-    )
+    return tuple(sends), Fraction(end, unit), Fraction(bound, unit)
 
 
 def gradient_plan(forward: ReshardingPlan, partial: tuple[str, ...] = ()) -> ReshardingPlan:
@@ -127,51 +123,36 @@ def gradient_plan(forward: ReshardingPlan, partial: tuple[str, ...] = ()) -> Res
     each source adds them in the same order. Along all other axes the replicas hold equal gradients, as after an
     all-reduce, and the sources receive the gradient of one replica.
     """
+    return plan(*gradient_ends(forward, partial), len(partial))
+
+
+def gradient_ends(forward: ReshardingPlan, partial: tuple[str, ...]) -> Ends:
+    """Return the shape, layouts and meshes of ``gradient_plan``."""
     sizes = dict(forward.destination_mesh.axes)
     assert not forward.destination.axes & set(partial), f"{partial} must not split {forward.destination}"
-    return plan(
+    return (
         tuple(sizes[axis] for axis in partial) + forward.shape,
         Layout(*((axis,) for axis in partial), *forward.destination.dims),
         forward.destination_mesh,
         Layout(*(() for _ in partial), *forward.source.dims),
         forward.source_mesh,
-        forward.strategy,
-        forward.order,
-        forward.seed,
-        forward.effort,
-        len(partial),
     )
 
 
-def _best_schedule(
-    alternatives: list[list[SendJob]], order: str, seed: int, effort: int
-) -> tuple[list[SendJob], list[strategies.Slot], int]:
+def _best_schedule(alternatives: list[list[SendJob]], find: Search) -> tuple[list[SendJob], list[Slot], int]:
     """Return the jobs of the alternative that finishes first, its slots, and the lower bound of all alternatives."""
     schedules = []
     for jobs in alternatives:
         between_hosts = [job for job in jobs if job.over_links]
-        sequence, optimal = _sequence(between_hosts, order, seed, effort)
-        slots = strategies.timetable(between_hosts, sequence)
+        sequence, optimal = find(between_hosts)
+        slots = timetable(between_hosts, sequence)
         end = max((slot.stop for slot in slots), default=0)
         bound = lower_bound(between_hosts)
         schedules.append((end, end if optimal else bound, jobs, slots))
         if end == bound:
             break
-    _, _, jobs, slots = min(schedules, key=lambda schedule: schedule[0])
+    _, _, jobs, slots = min(schedules, key=lambda found: found[0])
     return jobs, slots, min(bound for _, bound, _, _ in schedules)
-
-
-def _sequence(jobs: list[SendJob], order: str, seed: int, effort: int) -> tuple[strategies.JobSequence, bool]:
-    """Return a sequence, and True if the search has proved it optimal."""
-    if order == "naive":
-        return strategies.naive(jobs), False
-    if order == "load_balance":
-        return strategies.load_balance(jobs), False
-    if order == "dfs":
-        return search.dfs(jobs, effort)
-    if order == "greedy":
-        return search.greedy(jobs, seed, effort), False
-    return search.ensemble(jobs, seed, effort)
 
 
 class _SenderBalance:

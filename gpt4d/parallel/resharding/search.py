@@ -7,7 +7,7 @@ Jobs with the same hosts and duration form one *kind*. Their relative order does
 import random
 from dataclasses import dataclass, field
 
-from gpt4d.parallel.resharding.strategies import (
+from gpt4d.parallel.resharding.jobs import (
     JobSequence,
     SendJob,
     load_balance,
@@ -17,7 +17,7 @@ from gpt4d.parallel.resharding.strategies import (
     sender_sets,
 )
 
-# Choices examined with effort 1; each takes a few microseconds.
+# Choices examined; each takes a few microseconds.
 GREEDY_CHOICES = 100_000
 DFS_CHOICES = 60_000
 _SET_ATTEMPTS = 8  # orders tried for each set of jobs that start together; all orders except the first are random
@@ -41,15 +41,15 @@ def _group_by_kind(jobs: list[SendJob]) -> list[JobKind]:
     return list(kinds.values())
 
 
-def greedy(jobs: list[SendJob], seed: int, effort: int = 1) -> JobSequence:
+def greedy(jobs: list[SendJob]) -> JobSequence:
     """Return the best of repeated greedy runs: whenever hosts are free, start the set of jobs with the largest weight.
 
     The weight of a job is the remaining load of its hosts, because hosts with the highest load must never be idle. The
     sets come from random orders. Runs are repeated with other orders until the makespan equals the lower bound or the
     choices are used up.
     """
-    rng, bound = random.Random(seed), lower_bound(jobs)
-    best, best_makespan, budget = None, 0, effort * GREEDY_CHOICES
+    rng, bound = random.Random(0), lower_bound(jobs)
+    best, best_makespan, budget = None, 0, GREEDY_CHOICES
     while best is None or (budget > 0 and best_makespan > bound):
         run = _GreedyRun(jobs, rng)
         sequence = run.sequence()
@@ -133,19 +133,19 @@ class _GreedyRun:
         return senders + sum(self.to_receive[host] for host in kind.receiver_hosts)
 
 
-def ensemble(jobs: list[SendJob], seed: int, effort: int = 1) -> tuple[JobSequence, bool]:
+def ensemble(jobs: list[SendJob]) -> tuple[JobSequence, bool]:
     """Return the better result of ``greedy`` and ``dfs``, and True if it is proved optimal."""
-    return dfs(jobs, effort, greedy(jobs, seed, effort))
+    return dfs(jobs, greedy(jobs))
 
 
-def dfs(jobs: list[SendJob], effort: int = 1, initial: JobSequence | None = None) -> tuple[JobSequence, bool]:
+def dfs(jobs: list[SendJob], initial: JobSequence | None = None) -> tuple[JobSequence, bool]:
     """Search depth-first with pruning; return the best sequence, and True if it is proved optimal.
 
     The search starts from the best of ``initial`` and the sequences of ``naive`` and ``load_balance``.
     """
     simple = [naive(jobs), load_balance(jobs)]
     initial = min(simple if initial is None else [initial, *simple], key=lambda sequence: makespan(jobs, sequence))
-    search = _DepthFirstSearch(jobs, initial, effort * DFS_CHOICES)
+    search = _DepthFirstSearch(jobs, initial, DFS_CHOICES)
     optimal = search.run()
     return search.best, optimal
 

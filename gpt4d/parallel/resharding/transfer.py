@@ -86,7 +86,6 @@ class Resharding:
         self._contributions = self._buffer(math.prod(shape) if sums else 0).view(shape if sums else (0,))
 
     def _buffer(self, elements: int) -> torch.Tensor:
-        # The strategy signal leaves most elements unwritten: zeros keep them finite.
         return torch.zeros(elements, dtype=self.dtype, device=self.link.device)
 
     def start(
@@ -97,7 +96,7 @@ class Resharding:
         ``name`` names the transfer in hang reports and profiler traces.
 
         Do not change ``local`` and do not use ``out`` before ``wait`` returns. All ranks of the link must start the
-        same transfers in the same order. With the strategy ``signal`` the received values are meaningless.
+        same transfers in the same order.
         """
         if self.program.receives:
             assert local is None
@@ -110,8 +109,7 @@ class Resharding:
     def _destination(self, out: torch.Tensor | None) -> torch.Tensor:
         shape = self.program.shape[self.plan.num_summed :]
         if out is None:
-            allocate = torch.zeros if self.plan.strategy == "signal" else torch.empty
-            return allocate(shape, dtype=self.dtype, device=self.link.device)
+            return torch.empty(shape, dtype=self.dtype, device=self.link.device)
         assert out.shape == shape and out.dtype == self.dtype and out.is_contiguous()
         return out.detach()
 

@@ -72,7 +72,6 @@ MISTAKES = [
     (TWO + GRIDS + "[2x2x1x1,2x1x1x1]", "have 6 devices, but this job has 8"),
     (TWO + GRIDS + "[2x2,4x1]", "not a list of grids"),
     (TWO + CHUNKS, "use parallel.pipeline.schedule=interleaved_1f1b"),
-    (TWO + PIPELINE + "strategy=signal", "strategy=signal: use one of broadcast, send_recv"),
     (TWO + PIPELINE + "schedule=2f2b", "use one of gpipe, 1f1b"),
     (TWO + "parallel.mode=atp parallel.d1=2", "parallel.mode=atp has one stage"),
     (PIPELINE + "microbatches=4", "there is one stage; set parallel.pipeline.stages"),

@@ -1,7 +1,6 @@
 """Plans executed between real gloo ranks: bitwise correct, asynchronous, in both directions at once."""
 
 import itertools
-import math
 from datetime import timedelta
 from unittest.mock import patch
 
@@ -14,80 +13,34 @@ from hypothesis import strategies as st
 
 from gpt4d.parallel.comm.stats import PeerLost
 from gpt4d.parallel.layout import Layout
-from gpt4d.parallel.resharding import messages
 from gpt4d.parallel.resharding.mesh import StageMesh
-from gpt4d.parallel.resharding.plan import STRATEGIES, ReshardingPlan, gradient_plan, plan
+from gpt4d.parallel.resharding.plan import ReshardingPlan, gradient_plan, plan
 from gpt4d.parallel.resharding.transfer import Link
-from tests.parallel.resharding.cases import plan_between, reshardings
-
-_DATA_STRATEGIES = STRATEGIES[:4]  # all but signal
-
-
-def global_tensor(shape, dtype=torch.float64, salt: int = 0) -> torch.Tensor:
-    """Return small integers, which every dtype holds exactly, with no two equal neighbors."""
-    return ((torch.arange(math.prod(shape)) * 37 + salt) % 251).to(dtype).view(shape)
-
-
-def local_tensor(tensor: torch.Tensor, mesh: StageMesh, layout: Layout, rank: int) -> torch.Tensor:
-    tile = mesh.tiles(tuple(tensor.shape), layout)[rank]
-    return tensor[tuple(slice(*r) for r in tile)].contiguous()
+from tests.support.reshardings import (
+    global_tensor,
+    is_same,
+    local_tensor,
+    new_link,
+    plan_between,
+    reshardings,
+    sent_and_expected,
+    transfer_all,
+    transfer_in_small_chunks,
+)
 
 
-def sent_and_expected(resharding_plan: ReshardingPlan, tensor: torch.Tensor) -> list[torch.Tensor | None]:
-    """Return the tensor that this rank sends, None on a receiver, and the tensor that it must receive or None."""
-    rank, p = dist.get_rank(), resharding_plan
-    sides = (p.source_mesh, p.source), (p.destination_mesh, p.destination)
-    return [local_tensor(tensor, *side, rank) if rank in side[0].devices else None for side in sides]
-
-
-def is_same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return one.dtype == other.dtype and torch.equal(one, other)
-
-
-def new_link(name: str = "forward", **options) -> Link:
-    return Link(name, dist.new_group(**options), torch.device("cpu"))
-
-
-def strided(local: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the same values with no two of them adjacent in memory."""
-    return None if local is None else torch.stack([local, local + 1], dim=-1)[..., 0]
-
-
-def transfer_all(plans: list[ReshardingPlan], dtype: torch.dtype) -> list[bool]:
-    """Execute all plans, each twice, at the same time on one link; wait in the opposite order."""
-    link = new_link()
-    prepared = [link.prepare(resharding_plan, dtype) for resharding_plan in plans] * 2
-    pairs = [sent_and_expected(p.plan, global_tensor(p.plan.shape, dtype, salt)) for salt, p in enumerate(prepared)]
-    transfers = [p.start(strided(sent)) for p, (sent, _) in zip(prepared, pairs, strict=True)]
-    received = [transfer.wait() for transfer in reversed(transfers)][::-1]
-    link.close()
-    return [is_same(local, expected) for local, (_, expected) in zip(received, pairs, strict=True)]
-
-
-# Four strategies per example, each twice. A failing example is not shrunk, since each attempt takes seconds.
+# A failing example is not shrunk, since each attempt takes seconds.
 @settings(max_examples=5, deadline=None, phases=[Phase.generate])
 @given(reshardings(max_devices=4), st.sampled_from([torch.bfloat16, torch.float32, torch.float64]))
-def test_every_rank_gets_its_tile_bitwise_with_every_strategy(ranks, case, dtype):
-    plans = [plan(*case, strategy=strategy) for strategy in _DATA_STRATEGIES]
+def test_every_rank_gets_its_tile_bitwise(ranks, case, dtype):
     world_size = len(case[2].devices) + len(case[4].devices)
-    assert all(all(correct) for correct in ranks.run(world_size, transfer_all, plans, dtype))
-
-
-def transfer_in_small_chunks(plans: list[ReshardingPlan]) -> list[bool]:
-    with patch.dict(messages.MIN_CHUNK_BYTES, cpu=64):
-        return transfer_all(plans, torch.float32)
+    assert all(all(correct) for correct in ranks.run(world_size, transfer_all, [plan(*case)], dtype))
 
 
 def test_chunks_pass_through_a_chain_of_hosts_while_others_arrive(ranks):
     """3 sources, 5 destinations on three hosts; tiles of hundreds of chunks, not contiguous on either side."""
     first, second = StageMesh.of_shape((3,)), StageMesh.of_shape((5,), 3, hosts=(7, 5, 7, 6, 5))
-    plans = [
-        plan((13, 9, 50), Layout((), ("0",), ()), first, Layout((), (), axes), second, strategy=strategy)
-        for axes in ((), ("0",))
-        for strategy in _DATA_STRATEGIES
-    ]
+    plans = [plan((13, 9, 50), Layout((), ("0",), ()), first, Layout((), (), axes), second) for axes in ((), ("0",))]
     assert all(all(correct) for correct in ranks.run(8, transfer_in_small_chunks, plans))
 
 
@@ -126,7 +79,7 @@ def transfer_in_both_directions(plans: list[ReshardingPlan]) -> list[bool]:
 
 
 def test_forward_and_backward_do_not_block_each_other(ranks):
-    plans = [plan_between((64, 1024), "S0R", (2, 1), "RS1", (2, 2), strategy=strategy) for strategy in _DATA_STRATEGIES]
+    plans = [plan_between((64, 1024), "S0R", (2, 1), "RS1", (2, 2))]
     assert all(all(correct) and correct for correct in ranks.run(6, transfer_in_both_directions, plans))
 
 

@@ -1,18 +1,12 @@
-"""Strategies for sending one unit task, and their times on the hosts' links (arXiv 2211.05322, §3.1).
+"""The sends of a resharding as jobs, the times of a sequence of jobs, and simple sequences (arXiv 2211.05322, §3.1).
 
-Times for A receiving hosts with B devices each. t is the time of the task's elements over one host's link.
-
-- ``send_recv``: separately to each receiver, in time A·B·t.
-- ``local_allgather``: once to each host, in B shards that its devices all-gather, in time A·t.
-- ``global_allgather``: once, in A·B shards that all receivers all-gather, in time 2·t, or t to a single host.
-- ``broadcast``: in K chunks, pipelined along a chain of the receivers, in time t + A·t/K.
-- ``signal``: a single element, to measure the time without communication, in time 0.
-
-Traffic inside a host takes no time in this model, because links between hosts are far slower.
+A job sends a unit task in K chunks, pipelined along a chain of its receivers. To A hosts it takes the time t + A·t/K,
+where t is the time of the task's elements over one host's link. Traffic inside a host takes no time in this model,
+because links between hosts are far slower.
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,10 +28,26 @@ class SendJob:
         return self.duration > 0
 
 
+Receivers = dict[int, list[int]]  # ranks, by host
+
+
+def together(receivers: Receivers) -> list[Receivers]:
+    """Send a task to all hosts in one chain."""
+    return [receivers] if receivers else []
+
+
+def by_host(receivers: Receivers) -> list[Receivers]:
+    """Send a task to each host separately."""
+    return [{host: devices} for host, devices in receivers.items()]
+
+
 def send_jobs(
-    tasks: list[UnitTask], strategy: str, source_mesh: StageMesh, destination_mesh: StageMesh
+    tasks: list[UnitTask],
+    source_mesh: StageMesh,
+    destination_mesh: StageMesh,
+    split: Callable[[Receivers], list[Receivers]],
 ) -> list[SendJob]:
-    """Return the jobs of all tasks, in the order of the tasks.
+    """Return the jobs of all tasks, in the order of the tasks. ``split`` gives each job its part of the receivers.
 
     Meshes may share hosts. If a host with receivers also holds the data, a separate job serves these receivers inside
     the host, without a link. So no job between hosts has the same host as sender and receiver. Receiving hosts that
@@ -48,36 +58,18 @@ def send_jobs(
     sources, jobs = set(source_mesh.hosts), []
     for number, task in enumerate(tasks):
         sender_hosts = tuple(dict.fromkeys(sender_host[device] for device in task.senders))
-        by_host: dict[int, list[int]] = {}
+        receivers: Receivers = {}
         for _, host, device in sorted((receiver_host[d] in sources, receiver_host[d], d) for d in task.receivers):
-            by_host.setdefault(host, []).append(device)
-        remote = {host: devices for host, devices in by_host.items() if host not in sender_hosts}
-        for receivers in _split_receivers(remote, strategy):
-            duration = task.elements * _link_passes(strategy, len(receivers))
-            jobs.append(SendJob(number, sender_hosts, tuple(receivers), _ranks(receivers), duration))
-        local = (_split_receivers({host: by_host[host]}, strategy) for host in by_host if host in sender_hosts)
+            receivers.setdefault(host, []).append(device)
+        remote = {host: devices for host, devices in receivers.items() if host not in sender_hosts}
+        jobs += [SendJob(number, sender_hosts, tuple(r), _ranks(r), task.elements) for r in split(remote)]
+        local = (split({host: receivers[host]}) for host in receivers if host in sender_hosts)
         jobs += [SendJob(number, tuple(r), tuple(r), _ranks(r), 0) for r in itertools.chain.from_iterable(local)]
     return jobs
 
 
-def _ranks(receivers: dict[int, list[int]]) -> tuple[int, ...]:
+def _ranks(receivers: Receivers) -> tuple[int, ...]:
     return tuple(itertools.chain.from_iterable(receivers.values()))
-
-
-def _split_receivers(receivers: dict[int, list[int]], strategy: str) -> list[dict[int, list[int]]]:
-    """Split a task's receivers, by host, into groups. Each group has its own job and may have another sender."""
-    if strategy == "send_recv":
-        return [{host: [device]} for host, devices in receivers.items() for device in devices]
-    if strategy == "local_allgather":
-        return [{host: devices} for host, devices in receivers.items()]
-    return [receivers] if receivers else []
-
-
-def _link_passes(strategy: str, hosts: int) -> int:
-    """Return the number of sequential passes of the task's elements over the links of a job to ``hosts`` hosts."""
-    if strategy == "signal":
-        return 0
-    return 2 if strategy == "global_allgather" and hosts > 1 else 1
 
 
 JobSequence = list[tuple[int, int]]
