@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gpt4d.config import GridSizes
-from gpt4d.data.prepare import corpus
+from gpt4d.data.corpus import corpus
 from gpt4d.model import registry  # noqa: F401 – registers the families' settings
 from gpt4d.planner import tables
 from gpt4d.planner.search import rank

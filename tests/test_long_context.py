@@ -12,7 +12,7 @@ from gpt4d.checkpoint import checkpoint_dir
 from gpt4d.checkpoint.__main__ import main as checkpoint_command
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import ConfigError
-from gpt4d.data.prepare import corpus as prepared
+from gpt4d.data.corpus import corpus as prepared
 from gpt4d.validation import validate
 from tests.support.chat import write_tokenizer
 from tests.support.checkpoint_sources import GEMMA3, MODEL, OLMO2, save

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpt4d.config import GridSizes
-from gpt4d.data.prepare import corpus as prepared
+from gpt4d.data.corpus import corpus as prepared
 from gpt4d.parallel.context import Context
 from gpt4d.parallel.engine.interleave import run_alone
 from gpt4d.parallel.grid import Grid

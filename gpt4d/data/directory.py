@@ -1,15 +1,20 @@
 """Directories of prepared data. One job at a time writes a directory, which gets its final name when it is complete."""
 
 import fcntl
+import json
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gpt4d.config import DataConfig
+from gpt4d.config import HEADER, DataConfig
 from gpt4d.runtime import activity
-from gpt4d.runtime.files import sync
-from gpt4d.runtime.writing import file_error, warn
+from gpt4d.runtime.files import sync, write_file
+from gpt4d.runtime.writing import required_file, warn
+
+SPLITS = ("train", "validation")
+REPORT_INTERVAL_S = 2.0
 
 
 def in_cache(config: DataConfig, identity: str) -> Path:
@@ -17,14 +22,39 @@ def in_cache(config: DataConfig, identity: str) -> Path:
     return Path(os.path.expanduser(config.cache_dir)) / f"{config.name}-{identity[:16]}"
 
 
-def write_once(out: Path, write: Callable[[Path], None], on_progress: Callable[[str], None]) -> bool:
+def printer(location: object) -> Callable[[str], None]:
+    """Return a function that prints a line of text about ``location``."""
+    return lambda text: print(f"{location}: {text}", flush=True)
+
+
+class ReportTimer:
+    """Times of reports about a preparation."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + REPORT_INTERVAL_S
+
+    def is_due(self) -> bool:
+        """Return True once per report interval."""
+        due = time.monotonic() >= self._next
+        self._next += due * REPORT_INTERVAL_S
+        return due
+
+
+def clear(directory: Path, kept: Container[str] = ()) -> None:
+    """Delete the files of an interrupted preparation, except those with the names ``kept``."""
+    for path in directory.iterdir():
+        if path.name not in kept:
+            path.unlink()
+
+
+def write_once(out: Path, write: Callable[[Path], dict], on_progress: Callable[[str], None]) -> bool:
     """Create the directory ``out`` and return True; or return False if it exists.
 
-    ``write`` fills the directory ``out``.partial, which may have files of an interrupted job, and which is renamed to
-    ``out`` when ``write`` returns. While this job waits for another one, it calls ``on_progress`` with a line of text.
-    Raises ConfigError for files that cannot be read or written.
+    ``write`` fills the directory ``out``.partial, which may have files of an interrupted job, and returns the content
+    of its header, which is written last. The directory is then renamed to ``out``. While this job waits for another
+    one, it calls ``on_progress`` with a line of text. Raises ConfigError for files that cannot be read or written.
     """
-    try:
+    with required_file(out):
         if out.exists():
             return False
         partial = out.with_name(out.name + ".partial")
@@ -33,12 +63,12 @@ def write_once(out: Path, write: Callable[[Path], None], on_progress: Callable[[
         with activity.unlimited(), _lock(partial, on_progress):
             if out.exists():  # another job may have written it while this one waited
                 return False
-            write(partial)
+            header = write(partial)
+            write_file(partial / HEADER, json.dumps(header, indent=1).encode())
+            sync(partial)
             os.rename(partial, out)
             sync(out.parent)
-            return True
-    except OSError as error:
-        raise file_error(out, error) from None
+    return True
 
 
 @contextmanager

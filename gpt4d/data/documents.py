@@ -80,7 +80,7 @@ def size(config: DataConfig) -> int | None:
 def identity(config: DataConfig) -> str:
     """Return the facts that identify a corpus (``sources.facts``), and the settings with which documents are read."""
     found = [] if config.source == "hub" else files(config)
-    facts = (config.source, config.column, config.skip_empty, *sources.facts(config, lambda _: found))
+    facts = (config.source, config.column, config.skip_empty, *sources.facts(config, found))
     if config.source == "files":  # formats that the names do not state literally
         formats = [(file.location, _format(file, config)) for file in found]
         facts += tuple(read for name, read in formats if read != "text" and f".{read}" not in name)

@@ -1,39 +1,174 @@
-"""Preparation of token files from text, one part at a time, so that it can be resumed."""
+"""Preparation of token files from text by one or many processes, one part at a time, so that it can be resumed."""
 
 import hashlib
 import itertools
 import json
 import math
+import multiprocessing
 import os
+import signal
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from gpt4d.config import HEADER, ConfigError, DataConfig
-from gpt4d.data import (
-    chat_template,
-    conversations,
-    documents,
-    encoding,
-    parts,
-    tokenizers,
-    tokens,
-    transformers_tokenizer,
-)
-from gpt4d.data.conversations import Unread
-from gpt4d.data.documents import Document
-from gpt4d.data.encoding import Encoded, Encoding
-from gpt4d.data.tokens import TokenFiles
+from gpt4d.data import chat_template, conversations, documents, tokenizers, tokens, transformers_tokenizer
+from gpt4d.data.chat_template import ChatEncoder
+from gpt4d.data.conversations import Conversation, Unread
+from gpt4d.data.directory import SPLITS, ReportTimer, clear, write_once
+from gpt4d.data.documents import Document, is_held_out
+from gpt4d.data.tokens import PartWriter, TokenFiles
 from gpt4d.runtime.files import counts, sync, write_file
-from gpt4d.runtime.writing import warn
+from gpt4d.runtime.parent import end_with_parent
+from gpt4d.runtime.writing import replace_file, warn
 
 PROGRESS = "progress.json"
 PART_TOKENS = 1 << 26  # training tokens per part, the maximum that an interruption loses
-REPORT_INTERVAL_S = 2.0
+BATCH_CHARACTERS = 1 << 18  # characters that one task encodes
+Encode = Callable[[Document], "Encoded"]
+_process_state: Encode  # set in each encoding process
+
+
+class Encoded(NamedTuple):
+    """The tokens of a document.
+
+    Attributes:
+        held_out: whether the document is in the validation split.
+        ids: its token ids in the dtype of the files. A text has the first tokens before it, and ends with end-of-text.
+        mask: uint8, 1 for the tokens of a conversation that have a loss; None for a text, whose tokens all have one.
+        unknown: number of its characters and words that are not in the vocabulary.
+    """
+
+    held_out: bool
+    ids: np.ndarray
+    mask: np.ndarray | None = None
+    unknown: int = 0
+
+
+class Encoding(NamedTuple):
+    """Settings of an encoding process."""
+
+    tokenizer: Path
+    end: int  # end-of-text id, appended to every text
+    dtype: str
+    fraction: float  # fraction of documents that is held out for validation
+    train_on: str | None = None  # messages of conversations that have a loss; None: the documents are texts
+    first: Sequence[int] = ()  # ids that every text begins with
+
+    def encoder(self) -> Encode:
+        """Return the function that encodes a document."""
+        if self.train_on is None:
+            return self._text_encoder()
+        chat = ChatEncoder(tokenizers.with_companions(self.tokenizer), self.tokenizer.parent, self.train_on)
+
+        def encode(document: Document) -> Encoded:
+            ids, mask, unknown = chat.encode(Conversation.from_text(document.text), document.location)
+            held_out = is_held_out(document.text, self.fraction)
+            return Encoded(held_out, np.array(ids, self.dtype), mask.astype(np.uint8), unknown)
+
+        return encode
+
+    def _text_encoder(self) -> Encode:
+        tokenizer = tokenizers.read(self.tokenizer)
+        count = tokenizers.unknown_counter(tokenizer)
+
+        def encode(document: Document) -> Encoded:
+            problem = f"{document.location}: the tokenizer cannot encode the text (%s); use another data.tokenizer"
+            with tokenizers.library_errors(problem):
+                ids = tokenizers.encode(tokenizer, document.text)
+                unknown = count(document.text, ids)
+                if unknown and not ids:
+                    raise ValueError("none of its characters is in the vocabulary")
+            tokens = np.array([*self.first, *ids, self.end], self.dtype)
+            return Encoded(is_held_out(document.text, self.fraction), tokens, unknown=unknown)
+
+        return encode
+
+
+def encode_documents(documents: Iterable[Document], encoding: Encoding, processes: int | None) -> Generator[Encoded]:
+    """Yield the encoded documents in order, by default with one process per core.
+
+    Raises ConfigError if a process is killed.
+    """
+    processes = processes or _cores()
+    batches = _batches(documents)
+    first = list(itertools.islice(batches, 2))
+    if processes == 1 or len(first) < 2:  # one batch is not worth starting a process
+        encode = encoding.encoder()
+        for batch in itertools.chain(first, batches):
+            yield from map(encode, batch)
+        return
+    # If this process is killed, multiprocessing's tracker removes the pool's semaphores. It inherits the options of
+    # warnings and need not report that.
+    sys.warnoptions.append("ignore:resource_tracker")
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _start_process, (encoding,))
+    sys.warnoptions.pop()
+    try:
+        pending: deque = deque()  # bounded, since a corpus may be larger than memory
+        for batch in itertools.chain(first, batches):
+            with _blocked_ctrl_c():
+                pending.append(pool.submit(_encode_in_process, batch))  # starts a process if all are busy
+            if len(pending) > 2 * processes:
+                yield from pending.popleft().result()
+        while pending:
+            yield from pending.popleft().result()
+    except BrokenProcessPool:
+        raise ConfigError(
+            f"data.processes={processes}: an encoding process was killed (out of memory?); use fewer processes; "
+            "the next start resumes the preparation"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Group documents into batches of about ``BATCH_CHARACTERS``."""
+    batch, size = [], 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.text)
+        if size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+@contextmanager
+def _blocked_ctrl_c() -> Iterator[None]:
+    """Block SIGINT in processes that the body starts: Ctrl-C reaches them too, but the parent ends its children."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start_process(encoding: Encoding) -> None:
+    global _process_state
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    end_with_parent(parent.sentinel)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes already use all cores
+    _process_state = encoding.encoder()
+
+
+def _encode_in_process(batch: list[Document]) -> list[Encoded]:
+    return [_process_state(document) for document in batch]
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def identity_of(config: DataConfig) -> str:
@@ -56,6 +191,37 @@ def _first_tokens(config: DataConfig, files: Mapping[str, bytes]) -> list[int]:
     return tokenizers.chosen_first_tokens(config.begin_of_text, tokenizer, files)
 
 
+def prepare(
+    config: DataConfig,
+    out: Path,
+    on_progress: Callable[[str], None] = lambda text: None,
+    identity: str | None = None,
+    held_out: int | None = None,
+) -> TokenFiles:
+    """Return the token files of a corpus in ``out``, and prepare them unless they exist.
+
+    ``on_progress`` is called periodically with a line of text. ``identity`` defaults to the result of ``identity_of``.
+    With ``held_out``, the files contain only held-out documents, until they have this number of tokens.
+    The files are written to ``out``.partial, from which an interrupted preparation resumes. The directory is renamed
+    to ``out`` once it is complete. Raises ConfigError if there is no text to train on, or if ``out`` contains other
+    files.
+    """
+    identity = identity or identity_of(config)
+    created = write_once(
+        out, lambda partial: Preparation(config, identity, partial, on_progress, held_out).run(), on_progress
+    )
+    if created:
+        (out / PROGRESS).unlink()  # a preparation without this file starts over, so it is removed last
+    elif not (out / HEADER).exists():
+        raise ConfigError(f"out={out}: exists and has no token files; choose another directory, or remove it")
+    files = TokenFiles.open(out)
+    if files.header["identity"] != identity:
+        raise ConfigError(
+            f"out={out}: has the tokens of another corpus or other settings; choose another directory, or remove it"
+        )
+    return files
+
+
 class Preparation:
     """Writer of a directory of token files, in the order of the documents.
 
@@ -74,42 +240,40 @@ class Preparation:
         self.config, self.identity, self.directory, self.on_progress = config, identity, directory, on_progress
         self.held_out = held_out
         self.tokenizer_file = directory / tokenizers.FILE
-        self.parts: list[dict] = []
-        self.documents_done = 0  # in finished parts
+        self.parts: list[dict] = []  # entries of the finished parts in the header
         self.unknown = 0  # characters and words of finished parts that are not in the vocabulary
         self.masked = config.source == "chat"
         tokenizer = self._resume() or self._start()
         self.vocabulary = tokenizers.vocabulary(tokenizer)
         self.files = tokenizers.with_companions(self.tokenizer_file)
         self.end = tokenizers.end_of_text(tokenizer, self.files)
-        self.dtype = parts.dtype_for(self.vocabulary)
+        self.dtype = tokens.dtype_for(self.vocabulary)
         self.first = _first_tokens(config, self.files)
 
-    def run(self) -> None:
-        """Write the remaining parts and the header. Raises ConfigError if there is no text to train on."""
-        train_on = self.config.train_on if self.masked else None
-        fraction = self.config.validation_fraction
-        settings = Encoding(self.tokenizer_file, self.end, self.dtype, fraction, train_on, self.first)
-        pace, unread = _Pace(documents.size(self.config)), Unread()
-        read = documents.documents(self.config, unread)
+    def run(self) -> dict:
+        """Write the remaining parts, and return the header. Raises ConfigError if there is no text to train on."""
+        config, unread = self.config, Unread()
+        train_on = config.train_on if self.masked else None
+        settings = Encoding(self.tokenizer_file, self.end, self.dtype, config.validation_fraction, train_on, self.first)
+        pace, read = _Pace(documents.size(config)), documents.documents(config, unread)
         if self.held_out is not None:
-            read = (d for d in read if documents.is_held_out(d.text, self.config.validation_fraction))
-        remaining = pace.track(itertools.islice(read, self.documents_done, None))
-        with closing(encoding.encode_documents(remaining, settings, self.config.processes)) as encoded:
+            read = (d for d in read if is_held_out(d.text, config.validation_fraction))
+        remaining = pace.track(itertools.islice(read, _count(self.parts, "documents"), None))
+        with closing(encode_documents(remaining, settings, config.processes)) as encoded:
             while self._write_part(encoded, pace):
                 self._save_progress()
         if self.held_out == 0:  # a stream without held-out documents, which has read no row
-            next(documents.documents(self.config, unread), None)
+            next(documents.documents(config, unread), None)
         tokenizer = transformers_tokenizer.load(self.files, self.directory) if self.masked else None
         template = tokenizer and chat_template.all_templates(tokenizer)
-        for keys in conversations.unread_keys(unread, template, self.config.train_on):
-            warn(f"data={self.config.name}: {keys}")
-        if self.held_out is None and not sum(part["train"]["tokens"] for part in self.parts):
-            source = f"data.source={self.config.source}, data.path={self.config.path!r}"
+        for keys in conversations.unread_keys(unread, template, config.train_on):
+            warn(f"data={config.name}: {keys}")
+        if self.held_out is None and not _count(self.parts, "tokens", ("train",)):
+            source = f"data.source={config.source}, data.path={config.path!r}"
             if self.parts:
                 raise ConfigError(f"{source}: every document is held out; set data.validation_fraction=0")
             raise ConfigError(f"{source}: there is no text to train on; add documents")
-        header = {
+        return {
             "format": tokens.FORMAT,
             "identity": self.identity,
             "dtype": self.dtype,
@@ -121,31 +285,25 @@ class Preparation:
             **({"unknown": self.unknown} if self.unknown else {}),
             "parts": self.parts,
         }
-        write_file(self.directory / HEADER, json.dumps(header, indent=1).encode())
-        sync(self.directory)
 
     def _write_part(self, encoded: Iterator[Encoded], pace: "_Pace") -> bool:
         """Write one part and return True; or return False if no document is left."""
-        if self.held_out is not None and self.held_out <= sum(part["validation"]["tokens"] for part in self.parts):
+        if self.held_out is not None and self.held_out <= _count(self.parts, "tokens", ("validation",)):
+            return False
+        if (first := next(encoded, None)) is None:
             return False
         limits = {"train": PART_TOKENS, "validation": self.held_out or math.inf}
-        writer = parts.TokenShardWriter(self.directory, len(self.parts), self.masked)
-        with writer:
-            for held_out, ids, mask, unknown in encoded:
+        with PartWriter(self.directory, len(self.parts), self.masked) as part:
+            for held_out, ids, mask, unknown in itertools.chain([first], encoded):
                 self.unknown += unknown
-                writer.add("validation" if held_out else "train", ids, mask)
-                if pace.report_due():
-                    all_parts = (*self.parts, writer.counts)
-                    count = sum(part[split]["tokens"] for part in all_parts for split in parts.SPLITS)
-                    total = self.documents_done + writer.documents
+                part.add("validation" if held_out else "train", ids, mask)
+                if pace.timer.is_due():
+                    written = [*self.parts, part.counts]
+                    count, total = _count(written, "tokens"), _count(written, "documents")
                     self.on_progress(f"{total:,} documents, {count:,} tokens{pace}")
-                if any(writer.counts[split]["tokens"] >= limit for split, limit in limits.items()):
+                if any(part.counts[split]["tokens"] >= limit for split, limit in limits.items()):
                     break
-        if not writer.documents:
-            writer.remove()
-            return False
-        self.parts.append(writer.to_dict())
-        self.documents_done += writer.documents
+        self.parts.append(part.header())
         return True
 
     def _resume(self) -> Tokenizer | None:
@@ -158,13 +316,10 @@ class Preparation:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             self.on_progress(f"starting over: the interrupted preparation is damaged or of another corpus ({error})")
             return None
-        kept = {name for part in self.parts for name in part["files"]} | {PROGRESS, self.tokenizer_file.name}
-        kept |= tokenizers.companions(self.directory).keys()
-        for path in self.directory.iterdir():
-            if path.name not in kept:
-                path.unlink()  # belongs to the interrupted part
-        if self.documents_done:
-            self.on_progress(f"resuming after {self.documents_done:,} documents")
+        finished = {name for part in self.parts for name in part["files"]}
+        clear(self.directory, finished | {PROGRESS, *tokenizers.with_companions(self.tokenizer_file)})
+        if count := _count(self.parts, "documents"):
+            self.on_progress(f"resuming after {count:,} documents")
         return tokenizer
 
     def _load_progress(self, progress: dict) -> Tokenizer:
@@ -173,21 +328,19 @@ class Preparation:
             raise ValueError("another corpus or other settings")
         if TokenFiles(self.directory).fingerprint() != progress["tokenizer"]:
             raise ValueError("another tokenizer.json")
-        tokenizer = tokenizers.read(self.tokenizer_file)
-        dtype = parts.dtype_for(tokenizers.vocabulary(tokenizer))
-        finished = parts.parse_parts(progress["parts"], dtype, self.masked)
-        count = sum(part[split]["documents"] for part in finished for split in parts.SPLITS)
-        if progress["documents"] != count:
+        tokenizer, parts = tokenizers.read(self.tokenizer_file), list(progress["parts"])
+        tokens.check_parts(parts, tokens.dtype_for(tokenizers.vocabulary(tokenizer)), self.masked)
+        if progress["documents"] != (count := _count(parts, "documents")):
             raise ValueError(f"{progress['documents']} documents, but its parts have {count}")
-        parts.check_sizes(self.directory, finished)
-        parts.check_content(parts.entries(self.directory, finished))
+        files = tokens.entries(self.directory, parts)
+        tokens.check_sizes(files)
+        tokens.check_content(files)
         (self.unknown,) = counts([progress.get("unknown", 0)])
-        self.parts, self.documents_done = finished, count
+        self.parts = parts
         return tokenizer
 
     def _start(self) -> Tokenizer:
-        for path in self.directory.iterdir():
-            path.unlink()
+        clear(self.directory)
         if self.config.tokenizer:
             files = tokenizers.from_config(self.config)
         else:
@@ -206,22 +359,24 @@ class Preparation:
         vocabulary, fraction = self.config.tokenizer_vocab, self.config.validation_fraction
         assert vocabulary is not None, "language models have a vocabulary"
         self.on_progress(f"training a tokenizer of {vocabulary:,} tokens")
-        texts = (d.text for d in documents.documents(self.config) if not documents.is_held_out(d.text, fraction))
+        texts = (d.text for d in documents.documents(self.config) if not is_held_out(d.text, fraction))
         return tokenizers.train(texts, vocabulary)
 
     def _save_progress(self) -> None:
         progress = {
             "identity": self.identity,
             "tokenizer": TokenFiles(self.directory).fingerprint(),
-            "documents": self.documents_done,
+            "documents": _count(self.parts, "documents"),
             "unknown": self.unknown,
             "parts": self.parts,
         }
-        new = self.directory / (PROGRESS + ".new")
-        new.unlink(missing_ok=True)
-        write_file(new, json.dumps(progress).encode())
-        os.replace(new, self.directory / PROGRESS)
+        replace_file(self.directory / PROGRESS, json.dumps(progress))
         sync(self.directory)
+
+
+def _count(parts: Iterable[dict], kind: str, splits: Iterable[str] = SPLITS) -> int:
+    """Return the number of ``tokens`` or ``documents`` of parts."""
+    return sum(part[split][kind] for part in parts for split in splits)
 
 
 class _Pace:
@@ -230,8 +385,7 @@ class _Pace:
     def __init__(self, size: int | None):
         self.size, self.read = size, 0
         self.read_before: int | None = None
-        self.started = time.monotonic()
-        self.next_report = self.started + REPORT_INTERVAL_S
+        self.started, self.timer = time.monotonic(), ReportTimer()
 
     def track(self, remaining: Iterable[Document]) -> Iterator[Document]:
         for document in remaining:
@@ -239,13 +393,6 @@ class _Pace:
                 self.read_before, self.started = document.bytes_read, time.monotonic()
             self.read = document.bytes_read
             yield document
-
-    def report_due(self) -> bool:
-        """Return True once per report interval."""
-        if time.monotonic() < self.next_report:
-            return False
-        self.next_report += REPORT_INTERVAL_S
-        return True
 
     def __str__(self) -> str:
         if not self.size or self.read_before is None or self.read <= self.read_before:

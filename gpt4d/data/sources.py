@@ -4,7 +4,7 @@ import hashlib
 import importlib.util
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,10 +42,10 @@ def package_directory(config: DataConfig, module: str, package: str) -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
-def facts(config: DataConfig, files: Callable[[DataConfig], list[CorpusFile]]) -> tuple:
+def facts(config: DataConfig, files: Sequence[CorpusFile] = ()) -> tuple:
     """Return facts that identify a corpus wherever it is mounted: its files' names and content, or a dataset's name.
 
-    ``files`` returns the files of a corpus that is not on the hub. Names are relative to the files' common folder. A
+    ``files``: the files of a corpus that is not on the hub. Names are relative to the files' common folder. A
     corpus of up to a gigabyte is compared completely, a larger one by sizes and samples (``_fingerprint``). A file at
     a URL is compared by its size and the checksum that its file system states. Raises ConfigError for a file that
     cannot be read.
@@ -55,14 +55,12 @@ def facts(config: DataConfig, files: Callable[[DataConfig], list[CorpusFile]]) -
         assert config.path
         names = (config.subset, config.split)
         paths = sorted(path for path in Path(config.path).rglob("*") if path.is_file())  # for a local directory
-        found = list(map(CorpusFile.local, paths))
-    else:
-        found = files(config)
-    if not found:
+        files = list(map(CorpusFile.local, paths))
+    if not files:
         return (config.path, *names)
-    folder = os.path.commonpath([os.path.dirname(file.path) for file in found])
-    limit, entries = COMPARED_BYTES // len(found), []
-    for file in found:
+    folder = os.path.commonpath([os.path.dirname(file.path) for file in files])
+    limit, entries = COMPARED_BYTES // len(files), []
+    for file in files:
         try:
             entries.append((os.path.relpath(file.path, folder), *_fingerprint(file, limit)))
         except OSError as error:

@@ -13,7 +13,7 @@ from gpt4d.config import ConfigError, DataConfig, is_remote
 from gpt4d.data import documents
 from gpt4d.data.corpus_files import CorpusFile
 from gpt4d.data.documents import Document, is_held_out
-from gpt4d.data.encoding import Encoding
+from gpt4d.data.preparation import Encoding
 from gpt4d.data.sampler import permute
 from gpt4d.runtime.errors import RankError
 

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from gpt4d.config import HEADER, ConfigError, DataConfig, tokenizer_file
 from gpt4d.data import hub
-from gpt4d.data.splitting import PIECE_CHARACTERS, split_text, split_words
 from gpt4d.runtime.errors import one_line
 
 FILE = "tokenizer.json"
@@ -35,6 +35,14 @@ _COMPANIONS = (
     "prophetnet.tokenizer", "word_pronunciation.json", "word_shape.json",
 )  # fmt: skip
 _SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+PIECE_CHARACTERS = 1 << 14
+_LONGEST = 4 * PIECE_CHARACTERS
+_LONGEST_WORD = 1000
+_LINE = re.compile(r"\n(?=\S)")
+_SPACE = re.compile(r"(?<=\S) ")
+# Characters of one kind. No word of byte-level BPE has characters of two kinds, except for one space before it.
+_RUN = re.compile(r"[^\W_]+|(?:[^\w\s]|_)+|\s+")
 _END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
@@ -409,6 +417,63 @@ def unknown_counter(tokenizer: Tokenizer) -> Callable[[str, list[int]], int]:
         return sum(vocabulary.keys().isdisjoint((each, prefix + each, each + suffix)) for each in characters)
 
     return dropped
+
+
+def bytes_of_tokens(tokenizer: Tokenizer, end_of_text: int) -> np.ndarray:
+    """Return the number of UTF-8 bytes that each token id adds to a decoded text, int64 [vocabulary].
+
+    Special tokens and the end-of-text token add none. So the counts of the tokens of a text sum to its length in bytes,
+    as the tokenizer decodes it, wherever the text is cut into sequences: a token of a byte-level vocabulary counts its
+    bytes, even if it ends within a character. Vocabularies of words count a token's text after another token, with the
+    space before a word.
+    """
+    ids, added = tokenizer.get_vocab(), tokenizer.get_added_tokens_decoder()
+    counts = np.zeros(max(ids.values()) + 1, np.int64)
+    first = next((token_id for token_id in ids.values() if token_id not in added), end_of_text)
+
+    def decoded(*tokens: int) -> int:
+        return len(tokenizer.decode(tokens, skip_special_tokens=False).encode())
+
+    before, byte_level = decoded(first), isinstance(tokenizer.decoder, decoders.ByteLevel)
+    for token, token_id in ids.items():
+        if token_id in added:
+            counts[token_id] = 0 if added[token_id].special else len(token.encode())
+        elif byte_level:
+            counts[token_id] = len(token)  # one character stands for each byte
+        else:
+            counts[token_id] = 1 if _BYTE.fullmatch(token) else decoded(first, token_id) - before
+    counts[end_of_text] = 0
+    return counts
+
+
+def split_text(text: str, size: int = PIECE_CHARACTERS, longest: int = _LONGEST) -> list[str]:
+    """Split a text where no token of byte-level BPE can cross: before a newline or a space next to visible characters.
+
+    Every piece but the last has at least ``size`` characters, since the overhead of short pieces exceeds their benefit.
+    A text of ``longest`` characters without such a position is cut at that length, which may change its tokens.
+    """
+    cuts, end = [0], 0
+    while end < len(text):
+        first, end = cuts[-1] + max(1, size), cuts[-1] + longest
+        if match := _LINE.search(text, first, end) or _SPACE.search(text, first, end):
+            end = match.start()
+        if end < len(text):
+            cuts.append(end)
+    return _pieces(text, cuts)
+
+
+def split_words(text: str, longest: int = _LONGEST_WORD) -> list[str]:
+    """Split words of ``longest`` characters or more, since the time to train BPE grows with the square of a word.
+
+    Cuts are in the middle of runs of ``longest`` / 2 characters of one kind, so shorter words are never cut.
+    """
+    half, quarter = longest // 2, longest // 4
+    places = range(half, len(text) - quarter + 1, half)
+    return _pieces(text, [0, *(place for place in places if _RUN.fullmatch(text, place - quarter, place + quarter))])
+
+
+def _pieces(text: str, cuts: list[int]) -> list[str]:
+    return [text[start:stop] for start, stop in itertools.pairwise([*cuts, len(text)])]
 
 
 def _can_split(tokenizer: Tokenizer) -> bool:

@@ -8,21 +8,123 @@ a mask, such as ``train_00000.msk``: one byte per token, 1 if the token has a lo
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from gpt4d.config import HEADER, ConfigError
-from gpt4d.data import parts, tokenizers
+from gpt4d.data import tokenizers
+from gpt4d.data.directory import SPLITS
 from gpt4d.runtime.errors import RankError
-from gpt4d.runtime.files import FileEntry, counts
+from gpt4d.runtime.files import FileEntry, NewFile, checksum, counts
 
 FORMAT = 4
 ALL = "all"  # a split that consists of the training split and, after it, the validation split
+
+
+def file_name(split: str, part: int, suffix: str) -> str:
+    """Return the name of a part's file, such as ``train_00003.tokens``."""
+    return f"{split}_{part:05}.{suffix}"
+
+
+def file_names(split: str, part: int, masked: bool) -> list[str]:
+    """Return the names of a part's files: tokens, ends of documents and, if ``masked``, the loss mask."""
+    return [file_name(split, part, suffix) for suffix in ("tokens", "idx", "msk")[: 3 if masked else 2]]
+
+
+def splits(split: str) -> tuple[str, ...]:
+    """Return the splits of the files that ``split``, which may be ``ALL``, consists of."""
+    return SPLITS if split == ALL else (split,)
+
+
+def dtype_for(vocabulary: int) -> str:
+    """Return the dtype for token ids below ``vocabulary``."""
+    return "uint16" if vocabulary <= 2**16 else "uint32"
+
+
+class PartWriter(ExitStack):
+    """Writer of the files of one part, a context manager: on exit without an error, they are flushed to disk.
+
+    ``counts`` has the number of tokens and documents of each split and, if ``masked``, of the tokens with a loss.
+    """
+
+    def __init__(self, directory: Path, number: int, masked: bool):
+        super().__init__()
+        self.counts = {split: {"tokens": 0, "documents": 0} for split in SPLITS}
+        self._files = {
+            split: {name: self.enter_context(NewFile(directory / name)) for name in file_names(split, number, masked)}
+            for split in SPLITS
+        }
+
+    def add(self, split: str, ids: np.ndarray, mask: np.ndarray | None = None) -> None:
+        """Append the token ids of a document, which must have the dtype of the files, and its mask, uint8."""
+        count = self.counts[split]
+        count["tokens"] += len(ids)
+        count["documents"] += 1
+        written = [ids, np.array([count["tokens"]], np.uint64)]
+        if mask is not None:
+            count["trained"] = count.get("trained", 0) + int(mask.sum())
+            written.append(mask)
+        for file, values in zip(self._files[split].values(), written, strict=True):
+            file.write(values.data.cast("B"))
+
+    def header(self) -> dict:
+        """Return the part's entry in the header: counts, and sizes and checksums of its files."""
+        files = {name: file for by_name in self._files.values() for name, file in by_name.items()}
+        return {**self.counts, "files": {name: in_header(file.entry) for name, file in files.items()}}
+
+
+def in_header(entry: FileEntry) -> dict:
+    """Return a file's size and checksum as in a header, from which ``entries`` reads them."""
+    return {"bytes": entry.bytes, "xxh3_128": entry.xxh3_128}
+
+
+def entries(directory: Path, parts: list[dict]) -> list[tuple[Path, FileEntry]]:
+    """Return every file of ``parts`` with the size and checksum with which it was written."""
+    return [(directory / name, FileEntry(**entry)) for part in parts for name, entry in part["files"].items()]
+
+
+def check_parts(parts: Any, dtype: str, masked: bool) -> None:
+    """Raise ValueError, KeyError or TypeError if a ``PartWriter`` cannot have made ``parts``, read from JSON."""
+    for number, part in enumerate(parts):
+        sizes: dict[str, int] = {}
+        for split in SPLITS:
+            counts(part[split].values())
+            tokens, documents = part[split]["tokens"], part[split]["documents"]
+            stored = tokens * np.dtype(dtype).itemsize, documents * 8, tokens
+            sizes |= dict(zip(file_names(split, number, masked), stored, strict=False))
+        files = {name: FileEntry(**entry) for name, entry in part["files"].items()}
+        if {name: entry.bytes for name, entry in files.items()} != sizes:
+            raise ValueError(f"the files of part {number} do not match its tokens and documents")
+        if not all(isinstance(entry.xxh3_128, str) for entry in files.values()):
+            raise TypeError(f"part {number} has a file without a checksum")
+
+
+def check_sizes(files: Iterable[tuple[Path, FileEntry]]) -> None:
+    """Raise ConfigError, naming the file, if one of ``files`` is missing or has another size than was written."""
+    for path, entry in files:
+        size = path.stat().st_size if path.is_file() else None
+        if size != entry.bytes:
+            problem = "missing" if size is None else f"{size:,} bytes long instead of {entry.bytes:,}"
+            raise ConfigError(f"{path}: {problem}; prepare the tokens again")
+
+
+def check_content(files: Iterable[tuple[Path, FileEntry]]) -> None:
+    """Read ``files`` and raise ConfigError, naming the file, if one cannot be read or its checksum differs."""
+    for path, entry in files:
+        try:
+            with open(path, "rb", buffering=0) as file:
+                actual = checksum(file)
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}; prepare the tokens again") from None
+        if actual != entry.xxh3_128:
+            raise ConfigError(f"{path}: damaged, the checksum differs; prepare the tokens again")
 
 
 class Tokens:
@@ -136,8 +238,8 @@ class TokenFiles:
         does not match the tokenizer.
         """
         files = cls(directory)
-        header, path = files.header, directory / "tokenizer.json"
-        parts.check_sizes(directory, header["parts"])
+        header, path = files.header, directory / tokenizers.FILE
+        check_sizes(files.entries())
         if files.fingerprint() != header["tokenizer"]:
             raise ConfigError(f"{path}: not the tokenizer that made the tokens; prepare the tokens again")
         tokenizer = files.tokenizer()
@@ -159,18 +261,18 @@ class TokenFiles:
 
     def verify(self) -> None:
         """Read all files and raise ConfigError, naming the file, if a checksum differs."""
-        parts.check_content(self.entries())
+        check_content(self.entries())
 
     def entries(self) -> list[tuple[Path, FileEntry]]:
-        """Return every file of tokens and documents with the size and checksum it was written with."""
-        return list(parts.entries(self.directory, self.header["parts"]))
+        """Return every file of tokens and documents with the size and checksum with which it was written."""
+        return entries(self.directory, self.header["parts"])
 
     def tokenizer(self) -> Tokenizer:
-        return tokenizers.read(self.directory / "tokenizer.json")
+        return tokenizers.read(self.directory / tokenizers.FILE)
 
     def fingerprint(self) -> str:
         """Return a hash of the tokenizer: token files with equal fingerprints have equal ids for a text."""
-        path = self.directory / "tokenizer.json"
+        path = self.directory / tokenizers.FILE
         if not path.is_file():
             raise ConfigError(f"{path}: missing; prepare the tokens again")
         return hashlib.sha256(path.read_bytes()).hexdigest()
@@ -180,15 +282,12 @@ class TokenFiles:
 
         For conversations, these are all files, because they are packed by their ends.
         """
-        suffixes = parts.suffixes(masked=True) if self.masked else ("tokens",)
-        names = (
-            parts.file_name(split, part, suffix)
-            for part in range(len(self.header["parts"]))
-            for split in parts.SPLITS
-            for suffix in suffixes
-        )
-        entries = {path.name: entry for path, entry in self.entries()}
-        return [entries[name].xxh3_128 for name in names]
+        return [
+            part["files"][name]["xxh3_128"]
+            for number, part in enumerate(self.header["parts"])
+            for split in SPLITS
+            for name in file_names(split, number, self.masked)[: None if self.masked else 1]
+        ]
 
     def content(self) -> list[str]:
         """Return the checksums of the text, to find files of the same text."""
@@ -239,8 +338,8 @@ class TokenFiles:
 
     def _mapped(self, split: str, suffix: str, dtype: str, vocabulary: int) -> Tokens:
         paths = [
-            self.directory / parts.file_name(each, number, suffix)
-            for each in (parts.SPLITS if split == ALL else (split,))
+            self.directory / file_name(each, number, suffix)
+            for each in splits(split)
             for number, part in enumerate(self.header["parts"])
             if part[each]["documents"]
         ]
@@ -257,7 +356,7 @@ def _parse_header(header: dict) -> dict:
     if header["format"] != FORMAT:
         raise ValueError(f"format {header['format']}, this version reads {FORMAT}")
     vocabulary, end = counts((header["vocabulary"], header["end_of_text"]))
-    if header["dtype"] != parts.dtype_for(vocabulary) or end >= vocabulary:
+    if header["dtype"] != dtype_for(vocabulary) or end >= vocabulary:
         raise ValueError(f"dtype {header['dtype']!r} and end_of_text {end} with a vocabulary of {vocabulary}")
     for key in ("tokenizer", "identity"):
         if not isinstance(header[key], str):
@@ -269,5 +368,5 @@ def _parse_header(header: dict) -> dict:
     masked = header.get("masked", False)
     if not isinstance(masked, bool):
         raise TypeError("masked is not true or false")
-    parts.parse_parts(header["parts"], header["dtype"], masked)
+    check_parts(header["parts"], header["dtype"], masked)
     return header

@@ -20,7 +20,7 @@ from gpt4d.data.images import ImageFiles, image_files
 from gpt4d.parallel.stage import Stage
 from gpt4d.runtime.consensus import all_gather_json, run_on_all_ranks, run_on_rank0
 from gpt4d.runtime.errors import one_line
-from gpt4d.task.image_generation import generated_images
+from gpt4d.task.diffusion import generated_images
 from gpt4d.task.patch_statistics import FeatureStatistics, frechet_distance, patch_statistics
 from gpt4d.task.task import Artifact
 

@@ -2,7 +2,7 @@
 
 import math
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property
@@ -15,30 +15,26 @@ import torch.distributed as dist
 from torch import nn
 
 from gpt4d.config import PREPARED, BlendStage, Config, ConfigError, blend_paths, blend_stages, samples_of_run
-from gpt4d.data import documents, tokenizers, transformers_tokenizer, verification
+from gpt4d.data import documents, tokenizers, transformers_tokenizer
 from gpt4d.data.batch import Batch, Counts
 from gpt4d.data.completion import begin_of_text
+from gpt4d.data.corpus import Corpus, corpus, held_out_corpus, opened, validation_sets, verify
 from gpt4d.data.corpus_files import CorpusFile
-from gpt4d.data.encoding import Encoding
 from gpt4d.data.loader import Source
-from gpt4d.data.packing import IGNORED, PackedSequences
-from gpt4d.data.preparation import identity_of
-from gpt4d.data.prepare import Corpus, corpus, held_out_corpus, opened
-from gpt4d.data.sampler import Blend, DocumentSequences, Sequences
+from gpt4d.data.preparation import Encoding, identity_of
+from gpt4d.data.sampler import IGNORED, Blend, DocumentSequences, PackedSequences, Sequences
 from gpt4d.data.stream import Position, Stream, open_stream
-from gpt4d.data.text_bytes import bytes_of_tokens
 from gpt4d.data.tokenizers import FILE
 from gpt4d.data.tokens import TokenFiles
-from gpt4d.data.validation_sets import validation_sets
 from gpt4d.model.parts import Part
 from gpt4d.parallel.layers.sequence import Documents, own_segments
 from gpt4d.parallel.stage import Stage
 from gpt4d.runtime import activity
 from gpt4d.runtime.consensus import run_on_all_ranks, run_on_rank0
 from gpt4d.runtime.writing import warn
+from gpt4d.step import mask_replicas
 from gpt4d.task.generation import continuations, continued, prompt_lines
 from gpt4d.task.reading import ReadingTask
-from gpt4d.task.source_losses import SourceLosses
 from gpt4d.task.task import Artifact, GenerateConfig, Sampling
 
 _PROMPT_OF_SPEECHES = "My fellow citizens,"
@@ -133,6 +129,52 @@ def _has_documents(source: Source) -> bool:
     return len(source.row_shape) == 2
 
 
+class SourceLosses:
+    """Sums of the training losses of each source of a blend since the last call of ``read``.
+
+    The sums stay on the device, so that a step needs no communication for them.
+
+    Args:
+        blend: the training samples.
+        names: the names of its sources.
+        counts: returns the numbers of units. Arguments: a source and sample ids within the source.
+        stage: the stage of this rank.
+    """
+
+    def __init__(self, blend: Blend, names: Sequence[str], counts: Callable[[Any, np.ndarray], Counts], stage: Stage):
+        self._blend, self._names, self._counts, self._grid = blend, names, counts, stage.grid
+        device = stage.weights.device
+        tables = blend.firsts, blend.periods, blend.offsets, blend.choices
+        self._firsts, self._periods, self._offsets, self._choices = (
+            torch.from_numpy(table).to(device) for table in tables
+        )
+        self._indices = torch.arange(len(names), device=device)[:, None]
+        self._sums = torch.zeros(len(names), dtype=torch.float64, device=device)
+
+    def sources(self, sample_ids: torch.Tensor) -> torch.Tensor:
+        """Return the index of each sample's source."""
+        stages = torch.bucketize(sample_ids, self._firsts, right=True) - 1
+        places = (sample_ids - self._firsts[stages]) % self._periods[stages] + self._offsets[stages]
+        return self._choices[places]
+
+    def add(self, sources_B: torch.Tensor, losses_BS: torch.Tensor) -> None:
+        """Add the losses of a microbatch's units, given the source of each sample."""
+        losses_B = losses_BS.sum(1, dtype=torch.float64)
+        self._sums += torch.where(sources_B == self._indices, losses_B, 0).sum(1)
+
+    def read(self, sample_ids: np.ndarray) -> dict[str, float | None]:
+        """Return the mean loss per unit of each source over the samples since the last call, and start new sums.
+
+        ``sample_ids``: these samples. A source without a sample among them has None. All ranks call this together.
+        """
+        sums = self._grid.world.all_reduce(mask_replicas(self._sums, self._grid)).tolist()
+        self._sums.zero_()
+        parts = zip(self._blend.sources, self._blend.by_source(sample_ids), strict=True)
+        counts = [self._counts(source, source_ids).trained if len(source_ids) else 0 for source, source_ids in parts]
+        means = (total / count if count else None for total, count in zip(sums, counts, strict=True))
+        return dict(zip(self._names, means, strict=True))
+
+
 class LanguageModeling(ReadingTask):
     """Language modeling on the corpus of ``config.data`` (gpt4d.task.task.Task).
 
@@ -222,7 +264,7 @@ class LanguageModeling(ReadingTask):
 
     def verify(self, run_dir: Path) -> None:
         read = [*self._corpus.files, *(files for files, _ in self._set_files.values())]
-        verification.verify([*dict.fromkeys(entry for files in read for entry in files.entries())], run_dir)
+        verify([*dict.fromkeys(entry for files in read for entry in files.entries())], run_dir)
 
     def _sequences(self, files: TokenFiles, split: str) -> Any:
         """Return the sequences of a split, in the order of the files unless the run trains on them."""
@@ -279,18 +321,16 @@ class LanguageModeling(ReadingTask):
 
     @cached_property
     def _bytes_of_tokens(self) -> np.ndarray:
-        return bytes_of_tokens(self._files.tokenizer(), self._files.end_of_text)
+        return tokenizers.bytes_of_tokens(self._files.tokenizer(), self._files.end_of_text)
 
     def connect(self, stage: Stage, micro_batch_size: int) -> None:
         super().connect(stage, micro_batch_size)
-        self._source_losses = self._sum_by_source(stage)
-
-    def _sum_by_source(self, stage: Stage) -> SourceLosses | None:
-        if not isinstance(self._training, Blend):
-            return None
-        paths = blend_paths(self.config.data.blend)
-        names = [Path(path).name for path in paths]
-        return SourceLosses(self._training, names if len({*names}) == len(names) else paths, self._counts, stage)
+        self._source_losses: SourceLosses | None = None
+        if isinstance(self._training, Blend):
+            paths = blend_paths(self.config.data.blend)
+            names = [Path(path).name for path in paths]
+            names = names if len({*names}) == len(names) else paths
+            self._source_losses = SourceLosses(self._training, names, self._counts, stage)
 
     def training_values(self, first_sample: int, stop: int) -> dict[str, Any]:
         if self._source_losses is None:

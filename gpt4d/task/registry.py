@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from gpt4d.config import Config, ConfigError
-from gpt4d.task import diffusion_config, language_config
+from gpt4d.config import Config, ConfigError, blend_stages
+from gpt4d.data.checks import check_data, check_image_data
+from gpt4d.data.completion import tokenizer_size
 from gpt4d.task.task import GenerateConfig, Task
 
 if TYPE_CHECKING:
@@ -50,6 +51,44 @@ def get(name: str) -> TaskEntry:
     return _tasks[name]
 
 
+def _check_language_modeling(config: Config) -> None:
+    """Raise ConfigError unless the data can be read and its tokens fit the model."""
+    model: Any = config.model  # of any family; all language models have a vocab_size
+    check_data(config.data, model.name)
+    if config.data.stream and config.train.epochs is not None:
+        raise ConfigError(
+            f"train.epochs={config.train.epochs}: data.stream=true does not know the length of an epoch; set "
+            "train.steps or train.tokens"
+        )
+    if config.data.source == "blend" and len(blend_stages(config.data.blend)) > 1 and config.train.epochs is not None:
+        raise ConfigError(
+            f"train.epochs={config.train.epochs}: the stages of data.blend begin at fractions of a run, whose length "
+            "must be known; set train.steps or train.tokens"
+        )
+    size = tokenizer_size(config.data, download=False)
+    if size and size > model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={model.vocab_size}: the tokenizer of data={config.data.name} has {size} tokens, and the "
+            f"model needs a row for each; set model.vocab_size={size} or more, or use another tokenizer"
+        )
+    vocabulary = config.data.tokenizer_vocab
+    if vocabulary is not None and vocabulary > model.vocab_size:
+        raise ConfigError(
+            f"data.tokenizer_vocab={vocabulary}: more than model.vocab_size={model.vocab_size}; "
+            "the model needs a row for every token, so lower data.tokenizer_vocab or raise model.vocab_size"
+        )
+
+
+def _check_diffusion(config: Config) -> None:
+    """Raise ConfigError unless the data can be read and samples can be drawn."""
+    model: Any = config.model  # any family; all diffusion models have settings of images and of the diffusion
+    check_image_data(config.data, model.name)
+    if config.logging.sample_steps > model.timesteps:
+        raise ConfigError(
+            f"logging.sample_steps={config.logging.sample_steps}: more than model.timesteps={model.timesteps}; lower it"
+        )
+
+
 # The modules of tasks import torch.
 
 
@@ -80,7 +119,7 @@ def _generate_images(config: GenerateConfig, files: Mapping[str, bytes], stage: 
 register(
     TaskEntry(
         "language_modeling",
-        language_config.check,
+        _check_language_modeling,
         _create_language_modeling,
         _generate_text,
         "text",
@@ -90,7 +129,7 @@ register(
 register(
     TaskEntry(
         "diffusion",
-        diffusion_config.check,
+        _check_diffusion,
         _create_diffusion,
         _generate_images,
         "images",

@@ -19,7 +19,7 @@ from gpt4d.config import (
     value_of,
 )
 from gpt4d.data.corpus_files import corpus_files
-from gpt4d.data.megatron_index import Index
+from gpt4d.data.megatron import Index
 from gpt4d.model import registry
 from gpt4d.plan import ParallelPlan
 from gpt4d.planner import tables

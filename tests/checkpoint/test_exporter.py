@@ -172,7 +172,7 @@ def first_loss_by_transformers(config, directory):
     from transformers import AutoModelForCausalLM
 
     from gpt4d.data import sampler
-    from gpt4d.data.prepare import corpus
+    from gpt4d.data.corpus import corpus
 
     tokens = corpus(config.data).first.tokens("train")
     data = sampler.Sequences(tokens, config.train.seq_len, config.train.seed, shuffle=True)

@@ -9,7 +9,7 @@ import torch
 from gpt4d.checkpoint import exporter, finetuning, importer
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import GridSizes
-from gpt4d.data.prepare import corpus as prepared
+from gpt4d.data.corpus import corpus as prepared
 from gpt4d.model import registry
 from tests.support.checkpoint_kills import RANKS, run_until_killed
 from tests.support.checkpoint_sources import MIXTRAL, OLMOE, QWEN3_MOE, save

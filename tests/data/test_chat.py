@@ -13,10 +13,11 @@ import pytest
 from pyarrow import parquet
 
 from gpt4d.config import DataConfig
-from gpt4d.data import encoding, preparation, prepare, tokenizers
+from gpt4d.data import preparation, prepare, tokenizers
 from gpt4d.data.chat_template import ChatEncoder
 from gpt4d.data.checks import check_data
 from gpt4d.data.conversations import Conversation, parse
+from gpt4d.data.corpus import corpus as prepared
 from tests.support.chat import (
     CONVERSATIONS,
     MARKED,
@@ -163,7 +164,7 @@ def test_parts_processes_and_batches_do_not_change_tokens_and_masks(config, tmp_
     config = replace(config, path=str(write_lines(tmp_path / "a.jsonl", rows)), validation_fraction=0.2)
     whole = prepare.prepare(config, tmp_path / "whole")
     monkeypatch.setattr(preparation, "PART_TOKENS", 300)
-    monkeypatch.setattr(encoding, "BATCH_CHARACTERS", 2000)
+    monkeypatch.setattr(preparation, "BATCH_CHARACTERS", 2000)
     digests = []
     for processes in (1, 2):
         files = prepare.prepare(replace(config, processes=processes), tmp_path / f"by{processes}")
@@ -191,7 +192,7 @@ def test_another_mask_or_another_limit_of_conversations_is_other_data(config, tm
     ):
         path = write_lines(tmp_path / f"{name}.jsonl", [{"messages": messages} for messages in rows])
         given = replace(config, path=str(path), train_on=train_on)
-        found = prepare.corpus(given)
+        found = prepared(given)
         fingerprints.add(found.fingerprint())
         tokens.add(found.first.tokens("train")[:].tobytes())
     assert len(tokens) == 1 and len(fingerprints) == 3
@@ -316,4 +317,4 @@ def test_a_blend_has_either_conversations_or_text(config, corpus, tmp_path):
     prepare.prepare(replace(chat, source="text", path=corpus), tmp_path / "text")
     blend = {str(tmp_path / "text"): 1, str(tmp_path / "chat"): 1}
     with one_line(r"data\.blend: .*chat has conversations and .*text has text; blend one kind"):
-        prepare.corpus(replace(chat, source="blend", blend=blend, tokenizer_vocab=300))
+        prepared(replace(chat, source="blend", blend=blend, tokenizer_vocab=300))

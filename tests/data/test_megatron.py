@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from gpt4d.config import DataConfig
-from gpt4d.data import prepare, tokenizers
+from gpt4d.data import tokenizers
 from gpt4d.data.checks import check_data
-from gpt4d.data.megatron import megatron_files
-from gpt4d.data.megatron_index import Index
+from gpt4d.data.corpus import corpus as prepared
+from gpt4d.data.megatron import Index, megatron_files
 from gpt4d.data.sampler import DocumentSequences, Sequences
 from gpt4d.data.sources import is_held_out
 from gpt4d.training.dry_run import report
@@ -77,9 +77,9 @@ def test_the_first_document_shows_whether_documents_begin_with_the_first_token(c
     prefix = write(tmp_path / "a", [[*[first] * begins, 5, 6, 7]] * 20)
     config = replace(config, path=prefix, tokenizer=str(source))
     for chosen in (None, begins):
-        assert prepare.corpus(replace(config, begin_of_text=chosen)).first.first_tokens == [first] * begins
+        assert prepared(replace(config, begin_of_text=chosen)).first.first_tokens == [first] * begins
     with one_line(r"data\.begin_of_text=.*: the documents in .* begin"):
-        prepare.corpus(replace(config, begin_of_text=not begins))
+        prepared(replace(config, begin_of_text=not begins))
 
 
 def test_the_files_are_mapped_and_the_second_start_does_not_read_them(config, tmp_path, monkeypatch):
@@ -171,7 +171,7 @@ def test_settings_that_do_not_fit_are_rejected_before_a_process_group_exists(con
 
 def test_a_run_on_megatrons_files_equals_a_run_on_token_files(ranks, tiny, tmp_path):
     """The same documents in both formats give the same losses, with and without attention across documents."""
-    own = prepare.corpus(tiny("data.validation_fraction=0").data).first
+    own = prepared(tiny("data.validation_fraction=0").data).first
     documents = documents_of(own, "train")
     shared = ["data.validation_fraction=0", f"data.tokenizer={own.directory}", "data=megatron"]
     data = {
@@ -206,7 +206,7 @@ def test_a_blend_of_prefixes_trains_without_a_tokenizer_and_resumes(ranks, tiny,
 
 
 def test_a_blend_of_a_prefix_and_a_token_directory_needs_its_tokenizer(ranks, tiny, tmp_path):
-    own = prepare.corpus(tiny().data).first.directory
+    own = prepared(tiny().data).first.directory
     words = [*blend_of({own: 3, write(tmp_path / "a", random_documents()): 1}), "train.steps=1"]
     message = rf"data\.tokenizer=None: not the tokenizer that made {own}, .*set data\.tokenizer={own}"
     with pytest.raises(RankFailure, match=message):
@@ -226,11 +226,11 @@ VALIDATED = ["train.steps=2", "train.batch_size=4", "train.validate_every=2", "t
 
 @pytest.mark.parametrize("reset", [full("false"), "true"])
 def test_a_prefix_is_a_validation_set_with_the_loss_of_token_files(ranks, tiny, tmp_path, reset):
-    own = prepare.corpus(tiny().data).first.directory
+    own = prepared(tiny().data).first.directory
     (tmp_path / "other.txt").write_text("kappa iota theta eta zeta 0123 " * 200)
     (tmp_path / "more.txt").write_text("alpha gamma theta 45 zeta " * 99)
     settings = f"data.path={tmp_path}/*.txt", f"data.tokenizer={own}", "data.validation_fraction=0"
-    files = prepare.corpus(tiny(*settings).data).first
+    files = prepared(tiny(*settings).data).first
     prefix = write(tmp_path / "a", documents_of(files, "train"))
     sets = f"data.validation={{tokens: {files.directory}, prefix: {prefix}}}"
     run = tiny("data=tokens", f"data.path={own}", sets, f"data.reset_attention={reset}", *VALIDATED)
@@ -243,7 +243,7 @@ def test_a_prefix_is_a_validation_set_with_the_loss_of_token_files(ranks, tiny, 
 
 
 def test_a_prefix_that_a_run_trains_on_is_its_held_out_split(ranks, tiny, tmp_path):
-    own = prepare.corpus(tiny().data).first.directory
+    own = prepared(tiny().data).first.directory
     prefix, copy, other = (
         write(tmp_path / name, random_documents(seed, end=())) for name, seed in (("a", 1), ("copy", 1), ("b", 2))
     )
@@ -255,7 +255,7 @@ def test_a_prefix_that_a_run_trains_on_is_its_held_out_split(ranks, tiny, tmp_pa
 
 
 def test_a_prefix_that_cannot_be_a_validation_set_is_one_line(ranks, tiny, tmp_path):
-    own = prepare.corpus(tiny().data).first.directory
+    own = prepared(tiny().data).first.directory
     prefix = write(tmp_path / "a", [[1, 2, 70_000]], "int32")
     words = ["data=tokens", f"data.path={own}", f"data.validation={{a: {prefix}}}", *VALIDATED]
     for message in ("the largest token of .*a.bin is 70000; use the", "a.idx: No such file or directory; use a pre"):
@@ -268,11 +268,11 @@ def test_another_split_or_other_tokens_are_other_samples(config, tmp_path):
     prefix = write(tmp_path / "a", random_documents())
 
     def samples(**changes):
-        return prepare.corpus(replace(config, path=prefix, **changes)).fingerprint()
+        return prepared(replace(config, path=prefix, **changes)).fingerprint()
 
     before = samples()
     write(tmp_path / "moved", random_documents())
-    assert prepare.corpus(replace(config, path=str(tmp_path / "moved"))).fingerprint() == before
+    assert prepared(replace(config, path=str(tmp_path / "moved"))).fingerprint() == before
     assert samples(validation_fraction=0.1) != before
     write(tmp_path / "a", random_documents(1))
     assert samples() != before

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from gpt4d.config import DataConfig
 from gpt4d.data import preparation, prepare
-from gpt4d.data.packing import IGNORED, PackedSequences, pack
-from gpt4d.data.sampler import Blend
+from gpt4d.data.sampler import IGNORED, Blend, PackedSequences, pack
 from tests.support.chat import conversations, write_lines, write_tokenizer
 
 

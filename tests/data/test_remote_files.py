@@ -22,6 +22,7 @@ from gpt4d.config import DataConfig
 from gpt4d.config.commands import one_line_errors
 from gpt4d.data import corpus_files, prepare, remote_files, sources
 from gpt4d.data.checks import check_data
+from gpt4d.data.corpus import corpus as prepared
 from gpt4d.data.documents import documents, identity, size
 from gpt4d.runtime.errors import Unavailable
 from gpt4d.task.reading import ReadingTask
@@ -260,7 +261,7 @@ def test_a_server_that_keeps_failing_ends_a_command_with_the_code_of_requeues(fa
 def test_a_run_whose_server_keeps_failing_ends_with_the_code_of_requeues(ranks, tiny, faulty, tmp_path):
     url, _ = faulty(["none", *[503] * 99])  # the first answer is read for the columns
     words = ["data=jsonl", f"data.path={url}", "data.stream=true", "data.retry_s=0", "data.validation_fraction=0"]
-    tokenizer = prepare.corpus(tiny().data).first.directory
+    tokenizer = prepared(tiny().data).first.directory
     words += [f"data.tokenizer={tokenizer}", "train.validation_batches=0", f"data.cache_dir={tmp_path}"]
     job = ended_job(ranks.context, tiny(*words, "parallel.gdata=2"), [75, 75])
     assert f"{url}: the server answers 503 Service Unavailable, since" in job.outputs()[0]

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from gpt4d.config import DataConfig
-from gpt4d.data import documents, prepare, stream
-from gpt4d.data.encoding import Encoding
+from gpt4d.data import documents, stream
+from gpt4d.data.corpus import corpus as prepared
+from gpt4d.data.preparation import Encoding
 from gpt4d.data.sampler import Sequences
 from gpt4d.data.stream import Stream
 from gpt4d.runtime.errors import RankError
@@ -34,7 +35,7 @@ LENGTH, BLOCK = 16, 9
 @pytest.fixture
 def text(small) -> tuple[DataConfig, Encoding, Sequences]:
     """Return the settings of the small corpus, how it is tokenized, and the sequences of its prepared token files."""
-    files = prepare.corpus(small).first
+    files = prepared(small).first
     encoding = Encoding(files.directory / "tokenizer.json", files.end_of_text, files.header["dtype"], 0.2)
     return small, encoding, Sequences(files.tokens("train"), LENGTH, seed=0, shuffle=False)
 
@@ -115,7 +116,7 @@ def train_in_small_blocks(config):
 @pytest.fixture
 def configure(tiny, tmp_path):
     """Return a function to the configuration of a run on a grid in a directory."""
-    tokenizer = prepare.corpus(tiny().data).first.directory
+    tokenizer = prepared(tiny().data).first.directory
     common = [f"data.tokenizer={tokenizer}", "train.validation_batches=2", "optim.schedule_steps=20"]
 
     def of(name, grid, *overrides):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from gpt4d.data import tokenizers
-from gpt4d.data.text_bytes import bytes_of_tokens
+from gpt4d.data.tokenizers import bytes_of_tokens
 
 TEXT = "My fellow citizens, über Straße 東京 \U0001f600 naïve"
 

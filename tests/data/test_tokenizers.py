@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from gpt4d.config import ConfigError, DataConfig
-from gpt4d.data import documents, encoding, prepare, splitting, tokenizers
+from gpt4d.data import documents, preparation, prepare, tokenizers
+from gpt4d.data.corpus import corpus as prepared
 from gpt4d.data.tokens import TokenFiles
 from tests.support.data_files import one_line
 
@@ -32,7 +33,7 @@ TEXTS = st.text(st.sampled_from("ab'1. \n\t\r –é六"), max_size=40)
 @settings(deadline=None)
 @given(TEXTS, st.integers(0, 5))
 def test_splitting_a_text_does_not_change_its_tokens(text, size):
-    gpt2, pieces = _cached_gpt2(), splitting.split_text(text, size)
+    gpt2, pieces = _cached_gpt2(), tokenizers.split_text(text, size)
     assert "".join(pieces) == text
     ids = [i for piece in pieces for i in gpt2.encode(piece, add_special_tokens=False).ids]
     assert ids == gpt2.encode(text, add_special_tokens=False).ids
@@ -41,14 +42,14 @@ def test_splitting_a_text_does_not_change_its_tokens(text, size):
 def test_lines_and_words_of_any_length_are_cut():
     line, word = "ab cd " * 20_000, "x" * 300_000
     for text in (line, word, " " * 300_000, f"{word} {line}\n{word}\n"):
-        pieces = splitting.split_text(text)
+        pieces = tokenizers.split_text(text)
         assert "".join(pieces) == text
         assert max(map(len, pieces)) <= 2**16
-        words = [part for piece in pieces for part in splitting.split_words(piece)]
+        words = [part for piece in pieces for part in tokenizers.split_words(piece)]
         assert "".join(words) == text
-    assert {piece[0] for piece in splitting.split_text(line)[1:]} == {" "}, "a word begins with its space"
-    assert set(map(len, splitting.split_words(word)[1:-1])) == {500}
-    assert splitting.split_words("y" * 499 + " " + "z" * 499) == ["y" * 499 + " " + "z" * 499]
+    assert {piece[0] for piece in tokenizers.split_text(line)[1:]} == {" "}, "a word begins with its space"
+    assert set(map(len, tokenizers.split_words(word)[1:-1])) == {500}
+    assert tokenizers.split_words("y" * 499 + " " + "z" * 499) == ["y" * 499 + " " + "z" * 499]
 
 
 @pytest.mark.parametrize("kind", ["x", "六", "-", " ", "\u0301", "_", "1²"])
@@ -125,7 +126,7 @@ def test_a_text_is_not_split_if_that_could_change_its_tokens(changed, change, mo
     tokenizer = changed(change)
     monkeypatch.setattr(tokenizers, "PIECE_CHARACTERS", 4)
     text = "a \n\n<x>\nb \nxa\n\n\nxx aa\n<x> \n\nend\nthe end" * 3
-    monkeypatch.setattr(splitting.split_text, "__defaults__", (4, 100))
+    monkeypatch.setattr(tokenizers.split_text, "__defaults__", (4, 100))
     assert tokenizers.encode(tokenizer, text) == tokenizer.encode(text, add_special_tokens=False).ids
 
 
@@ -156,12 +157,12 @@ def test_the_speeches_have_the_known_number_of_gpt2_tokens(gpt2):
 
 
 def test_truncation_and_padding_of_a_tokenizer_file_are_ignored(small, tmp_path, monkeypatch):
-    trained = prepare.corpus(small).first
+    trained = prepared(small).first
     tokenizer = trained.tokenizer()
     tokenizer.enable_truncation(5)
     tokenizer.enable_padding(length=9)
     tokenizer.save(str(tmp_path / "short.json"))
-    monkeypatch.setattr(encoding, "BATCH_CHARACTERS", 2000)
+    monkeypatch.setattr(preparation, "BATCH_CHARACTERS", 2000)
     for processes in (1, 2):
         changes = {"tokenizer": str(tmp_path / "short.json"), "processes": processes}
         files = prepare.prepare(replace(small, **changes), tmp_path / f"by{processes}")
@@ -171,10 +172,10 @@ def test_truncation_and_padding_of_a_tokenizer_file_are_ignored(small, tmp_path,
 
 def test_equal_tokenizers_with_different_bytes_do_not_share_a_cache(small, tmp_path):
     """Runs identify a tokenizer by its bytes."""
-    text, path = prepare.corpus(small).first.tokenizer().to_str(), tmp_path / "a.json"
+    text, path = prepared(small).first.tokenizer().to_str(), tmp_path / "a.json"
     for content in (text, text + "\n"):
         path.write_text(content)
-        files = prepare.corpus(replace(small, tokenizer=str(path))).first
+        files = prepared(replace(small, tokenizer=str(path))).first
         assert files.fingerprint() == hashlib.sha256(content.encode()).hexdigest()
 
 
@@ -182,15 +183,15 @@ def test_equal_tokenizers_with_different_bytes_do_not_share_a_cache(small, tmp_p
 def test_a_transformers_tokenizer_is_read_from_its_directory(small, tmp_path):
     from transformers import PreTrainedTokenizerFast
 
-    trained = prepare.corpus(small).first
+    trained = prepared(small).first
     saved = PreTrainedTokenizerFast(tokenizer_object=trained.tokenizer(), eos_token="<|endoftext|>")
     saved.save_pretrained(tmp_path / "saved")
-    files = prepare.corpus(replace(small, tokenizer=str(tmp_path / "saved"))).first
+    files = prepared(replace(small, tokenizer=str(tmp_path / "saved"))).first
     assert files.tokens("validation")[:].tolist() == trained.tokens("validation")[:].tolist()
 
 
 def test_an_unusable_tokenizer_is_rejected(small, tmp_path):
-    text = prepare.corpus(small).first.tokenizer().to_str()
+    text = prepared(small).first.tokenizer().to_str()
     for content, message in (
         ("{}", "not a usable tokenizer"),
         (text.replace("<|endoftext|>", "<|other|>"), "has no end-of-text token"),
@@ -198,7 +199,7 @@ def test_an_unusable_tokenizer_is_rejected(small, tmp_path):
     ):
         (tmp_path / "t.json").write_text(content)
         with one_line(message):
-            prepare.corpus(replace(small, tokenizer=str(tmp_path / "t.json"), tokenizer_vocab=258))
+            prepared(replace(small, tokenizer=str(tmp_path / "t.json"), tokenizer_vocab=258))
 
 
 def test_documents_end_with_the_eos_token_that_the_tokenizer_names(changed, small, tmp_path):

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gpt4d.data.corpus import corpus as prepared
 from gpt4d.data.documents import documents, is_held_out
-from gpt4d.data.prepare import corpus as prepared
 from gpt4d.validation import validate
 from tests.support.grids import train_in_rank
 from tests.support.rank_pool import RankFailure

@@ -17,8 +17,9 @@ from gpt4d.config import DataConfig
 from gpt4d.data import chat_template, prepare, tokenizers, transformers_tokenizer
 from gpt4d.data.chat_template import ChatEncoder
 from gpt4d.data.conversations import Conversation
+from gpt4d.data.corpus import corpus as prepared
 from gpt4d.data.documents import Document
-from gpt4d.data.encoding import Encoding
+from gpt4d.data.preparation import Encoding
 from gpt4d.inference.chat import ids_of
 from tests.support.chat import TEMPLATE, assistant, user, write_tokenizer
 from tests.support.data_files import one_line
@@ -242,10 +243,10 @@ def test_documents_begin_with_the_first_tokens_unless_the_setting_says_otherwise
     bos, own = theirs.bos_token_id, theirs.convert_tokens_to_ids(list(before))
     paths = {"path": corpus, "cache_dir": str(tmp_path / "cache"), "tokenizer": str(source)}
     config = DataConfig("words", "text", tokenizer_vocab=None, validation_fraction=0, processes=1, **paths)
-    bare = prepare.corpus(replace(config, begin_of_text=False)).first
+    bare = prepared(replace(config, begin_of_text=False)).first
     texts = [bare.tokens("train")[start:end].tolist() for start, end in pairwise([0, *bare.document_ends("train")])]
     for chosen, expected in ((None, own), (True, own or [bos]), (False, [])):
-        found = prepare.corpus(replace(config, begin_of_text=chosen)).first
+        found = prepared(replace(config, begin_of_text=chosen)).first
         assert found.first_tokens == expected
         assert found.tokens("train")[:].tolist() == [token for text in texts for token in (*expected, *text)]
         trained = transformers_tokenizer.load(tokenizers.with_first_tokens(files, expected, source), source)
@@ -254,23 +255,23 @@ def test_documents_begin_with_the_first_tokens_unless_the_setting_says_otherwise
             assert trained.encode(text) == [*expected, *theirs.encode(text, add_special_tokens=False), *last]
         again = replace(config, source="tokens", path=str(found.directory), tokenizer=None)
         for said in (None, bool(expected)):
-            assert prepare.corpus(replace(again, begin_of_text=said)).first == found
+            assert prepared(replace(again, begin_of_text=said)).first == found
         with one_line(rf"data\.begin_of_text={str(not expected).lower()}: the documents in .* begin with"):
-            prepare.corpus(replace(again, begin_of_text=not expected))
+            prepared(replace(again, begin_of_text=not expected))
     if not own:
-        assert prepare.corpus(config).first == bare, "an equal corpus is in the cache"
+        assert prepared(config).first == bare, "an equal corpus is in the cache"
         return
     assert any("begin without" in remark for remark in bare.remarks())
-    blend = {str(each.directory): 1 for each in (bare, prepare.corpus(config).first)}
+    blend = {str(each.directory): 1 for each in (bare, prepared(config).first)}
     with one_line("its documents begin with other tokens than "):
-        prepare.corpus(replace(config, source="blend", path=None, blend=blend))
+        prepared(replace(config, source="blend", path=None, blend=blend))
 
 
 def test_a_first_token_needs_a_token(corpus, tmp_path):
     source = write_tokenizer(tmp_path / "source")
     paths = {"path": corpus, "cache_dir": str(tmp_path / "cache"), "tokenizer": str(source)}
     with one_line(r"data\.begin_of_text=true: the tokenizer has no bos_token; "):
-        prepare.corpus(DataConfig("words", "text", tokenizer_vocab=None, begin_of_text=True, **paths))
+        prepared(DataConfig("words", "text", tokenizer_vocab=None, begin_of_text=True, **paths))
 
 
 def words(**changes):

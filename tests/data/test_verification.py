@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from gpt4d.config import ConfigError
-from gpt4d.data import parts, prepare, verification
+from gpt4d.data import corpus, prepare, tokens
 from gpt4d.runtime.consensus import all_gather_json
 from tests.support.data_files import flip_bit
 from tests.support.grids import metric_lines, train_in_rank
@@ -24,14 +24,14 @@ def files(small, tmp_path):
 def names_read(files, run_dir):
     """Return the names of the files that each rank reads to verify ``files``."""
     names = []
-    original = parts.check_content
-    parts.check_content = lambda share: (names.extend(path.name for path, _ in share), original(share))[1]
+    original = tokens.check_content
+    tokens.check_content = lambda share: (names.extend(path.name for path, _ in share), original(share))[1]
     try:
-        verification.verify(files, run_dir)
+        corpus.verify(files, run_dir)
     except ConfigError as error:
         return all_gather_json(f"{dist.get_rank()}: {error}", "test")
     finally:
-        parts.check_content = original
+        tokens.check_content = original
     return all_gather_json(names, "test")
 
 
@@ -47,7 +47,7 @@ def test_ranks_share_the_files_and_read_only_files_that_have_changed(ranks, file
     path = files[0][0]
     os.utime(path, ns=(0, 0))
     assert read(ranks, files, tmp_path) == [[path.name], []]
-    (tmp_path / verification.FILE).write_text("[1")
+    (tmp_path / corpus.FILE).write_text("[1")
     assert sorted(itertools.chain(*read(ranks, files, tmp_path))) == everything
 
 
@@ -58,14 +58,14 @@ def test_damage_is_reported_on_every_rank_and_not_remembered(ranks, files, tmp_p
     for _ in range(2):
         errors = read(ranks, files, tmp_path)
         assert all("train_00000.tokens: damaged, the checksum differs; prepare" in error for error in errors)
-    assert not (tmp_path / verification.FILE).exists()
+    assert not (tmp_path / corpus.FILE).exists()
 
 
 def test_a_damaged_file_of_equal_size_ends_a_run_before_its_first_step(ranks, tiny, tmp_path):
     cache = f"data.cache_dir={tmp_path / 'own-cache'}"
     config = tiny(cache, "train.steps=2", "checkpoint.every=1")
     ranks.run(2, train_in_rank, config)
-    assert (Path(config.run.dir) / verification.FILE).exists()
+    assert (Path(config.run.dir) / corpus.FILE).exists()
     (path,) = (tmp_path / "own-cache").rglob("train_00000.tokens")
     flip_bit(path)
     for run_dir in (config.run.dir, f"{config.run.dir}-new"):

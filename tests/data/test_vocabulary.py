@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.checkpoint.exporter import export
 from gpt4d.config import ConfigError, compose
-from gpt4d.data import prepare
 from gpt4d.data.completion import completion
+from gpt4d.data.corpus import corpus as prepared
 from gpt4d.planner import __main__ as planner
 from gpt4d.training.dry_run import report
 from gpt4d.validation import validate
@@ -28,7 +28,7 @@ TINY = ("gpt_tiny", "llama_tiny", "olmo2_tiny", "gemma3_tiny")
 @pytest.fixture
 def tokens(small):
     """Return a directory of token files, and the size of its tokenizer by the tokenizers library."""
-    directory = prepare.corpus(replace(small, tokenizer_vocab=281)).first.directory
+    directory = prepared(replace(small, tokenizer_vocab=281)).first.directory
     size = Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab_size()
     assert size == 281
     return directory, size

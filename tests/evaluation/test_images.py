@@ -18,7 +18,7 @@ from gpt4d.data.images import image_files
 from gpt4d.evaluation import images as module
 from gpt4d.evaluation.images import evaluate, fid, inception_features, training_images
 from gpt4d.parallel.grid import Grid
-from gpt4d.task.image_generation import generated_images
+from gpt4d.task.diffusion import generated_images
 from gpt4d.task.patch_statistics import frechet_distance, patch_statistics
 from tests.support.checkpoints import meta
 from tests.support.grids import full, on_grid

@@ -20,7 +20,7 @@ from gpt4d.parallel.layers import experts
 from gpt4d.parallel.stage import Stage
 from gpt4d.plan import ParallelPlan
 from gpt4d.step import TrainStep
-from gpt4d.task import generation, image_generation, language
+from gpt4d.task import diffusion, generation, language
 from gpt4d.task.diffusion import Diffusion
 from gpt4d.task.reading import ReadingTask
 from gpt4d.validation import validate
@@ -69,7 +69,7 @@ class RandomImages(Diffusion):
 
     def sample(self):
         with self._averages.applied():
-            return image_generation.generated_images(self._stage, count=2, steps=1)
+            return diffusion.generated_images(self._stage, count=2, steps=1)
 
 
 class _Saver(saving.Saver):

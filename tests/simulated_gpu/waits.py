@@ -24,7 +24,7 @@ BETWEEN_STEPS = {
     ("gpt4d/task/generation.py", "_Reader.read"),
     ("gpt4d/task/generation.py", "continued"),
     ("gpt4d/task/diffusion_process.py", "DiffusionProcess.__init__.<locals>.<genexpr>"),
-    ("gpt4d/task/image_generation.py", "generated_images"),
+    ("gpt4d/task/diffusion.py", "generated_images"),
     ("gpt4d/training/trainer.py", "Trainer.evaluate"),
 }
 SYNCHRONOUS_SAVE = {("gpt4d/checkpoint/writer.py", "write_values")}

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from gpt4d.config import Config
 from gpt4d.data import sampler
-from gpt4d.data.prepare import corpus as prepared
+from gpt4d.data.corpus import corpus as prepared
 from gpt4d.optim.schedule import learning_rate
 from gpt4d.step import TrainStep
 from gpt4d.training.trainer import Trainer

@@ -17,8 +17,8 @@ from gpt4d.inference import generate
 from gpt4d.model.unet import scheduler
 from gpt4d.model.unet.config import UNetConfig
 from gpt4d.planner.stages import PipelineEstimate
+from gpt4d.task.diffusion import save_images
 from gpt4d.task.diffusion_process import DiffusionProcess
-from gpt4d.task.image_generation import save_images
 from gpt4d.validation import validate
 from tests.support.data_files import one_line
 from tests.support.grids import build_model, bytes_planned, bytes_sent, full, on_grid, train_in_rank

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from gpt4d.checkpoint import finetuning
 from gpt4d.checkpoint.importer import import_model
 from gpt4d.config import GridSizes
-from gpt4d.data.packing import PackedSequences
-from gpt4d.data.prepare import corpus as prepared
+from gpt4d.data.corpus import corpus as prepared
+from gpt4d.data.sampler import PackedSequences
 from gpt4d.step import Routers
 from tests.support.chat import CONVERSATIONS, chat_overrides
 from tests.support.grids import build_model, fill_from_hf, full, hf_model, on_grid, to_hf, train_in_rank

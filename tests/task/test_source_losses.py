@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from gpt4d.config import GridSizes
-from gpt4d.data.packing import PackedSequences
-from gpt4d.data.prepare import corpus as prepared
-from gpt4d.data.sampler import Blend, Sequences
+from gpt4d.data.corpus import corpus as prepared
+from gpt4d.data.sampler import Blend, PackedSequences, Sequences
 from tests.support.chat import chat_overrides
 from tests.support.data_files import blend_of, three_sources
 from tests.support.grids import build_model, full, hf_model, metric_lines, on_grid, train_in_rank

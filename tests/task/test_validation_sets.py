@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gpt4d.config import GridSizes
-from gpt4d.data.packing import PackedSequences
-from gpt4d.data.prepare import corpus as prepared
+from gpt4d.data.corpus import corpus as prepared
+from gpt4d.data.sampler import PackedSequences
 from gpt4d.validation import validate
 from tests.support.chat import chat_overrides, conversations, write_lines
 from tests.support.data_files import documents_of, one_line
