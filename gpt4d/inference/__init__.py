@@ -1,1 +1,1 @@
-"""What uses a trained model: generation, chats and evaluation, on any plan."""
+"""Commands that use a trained model: generation, chats and evaluation, on any plan."""
