@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from benchmarks.settings import DeviceConfig, arguments_of
 from benchmarks.workloads import Workload
-from gpt4d.model.llama.config import LlamaConfig
+from gpt4d.model.llama import LlamaConfig
 
 _INNER_MULTIPLE = 64
 _SUFFIXES = {"all_gather": "", "ring": "/ring"}  # in the names of grids

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from benchmarks.settings import DeviceConfig, WorkerSettings, parse_sizes, plain_rates
 from gpt4d.config import Config, GridSizes, ModelConfig, OptimConfig, ParallelConfig, PipelineConfig, TrainConfig
-from gpt4d.model.gpt2.config import GPT2Config
-from gpt4d.model.llama.config import LlamaConfig
+from gpt4d.model.gpt2 import GPT2Config
+from gpt4d.model.llama import LlamaConfig
 from gpt4d.model.unet.config import UNetConfig
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.stage import Stage

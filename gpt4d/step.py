@@ -13,7 +13,7 @@ from gpt4d.config import Config, OptimConfig
 from gpt4d.model import registry
 from gpt4d.model.description import copied_parameters
 from gpt4d.model.edges import edges, plain, token_split
-from gpt4d.model.init import initialize
+from gpt4d.model.module import initialize
 from gpt4d.optim.optimizer import Optimizer
 from gpt4d.parallel import compile, gradient_reducer
 from gpt4d.parallel.context import Context, layer_settings

@@ -274,14 +274,14 @@ MUTATIONS = [
     ),
     # Model families
     Mutation(
-        "model/llama/frequencies.py",
+        "model/llama.py",
         "kept + (1 - kept) / config.rope_factor",
         "kept + (1 - kept) * config.rope_factor",
         "rotary frequencies are scaled as in transformers",
         "tests/model/test_families.py",
     ),
     Mutation(
-        "model/gemma3/model.py",
+        "model/gemma3.py",
         "zip(rotary_frequencies(config), (config.window, None), strict=True)",
         "zip(rotary_frequencies(config), (None, config.window), strict=True)",
         "local blocks of a Gemma attend to a window",

@@ -26,7 +26,7 @@ from gpt4d.config import (
     known_keys,
 )
 from gpt4d.model import registry
-from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.model.gpt2 import GPT2Config
 from gpt4d.validation import validate
 from tests.support.commands import wrong_messages
 from tests.support.config_overrides import configured_quickly

@@ -61,7 +61,7 @@ def test_every_name_and_path_of_a_module_in_a_page_or_a_module_exists():
 
 def test_a_wrong_name_or_path_is_found():
     assert missing_names("`gpt4d.training.trainer.Trainer`, gpt4d.model.family") == set()
-    wrong = {"gpt4d.trainers", "gpt4d.runs.logger.Logger", "gpt4d.model.gpt2.model.Coach"}
+    wrong = {"gpt4d.trainers", "gpt4d.runs.logger.Logger", "gpt4d.model.gpt2.Coach"}
     assert missing_names(" ".join(wrong)) == wrong
     assert missing_paths("`model/family.py`, gpt4d/run.py, [a](tests/conftest.py), model/fam.py", REPOSITORY) == {
         "model/fam.py"

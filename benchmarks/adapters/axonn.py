@@ -23,7 +23,7 @@ from benchmarks.settings import WorkerConfig, parse_sizes
 from benchmarks.worker import Contender, share_process_groups
 from benchmarks.workloads import Workload, block_workload, initial_weights, inputs_and_upstream, take_gradient_norms
 from gpt4d.config import GridSizes
-from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.model.gpt2 import GPT2Config
 from gpt4d.parallel.context import Context
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.module import Layer

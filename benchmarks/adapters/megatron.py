@@ -29,7 +29,7 @@ from benchmarks.workloads import (
     initial_weights,
     with_states,
 )
-from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.model.gpt2 import GPT2Config
 
 # name: (tensor-parallel size, gradient reductions overlap with the backward)
 SETTINGS = {

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.workloads import OPTIM
-from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.model.gpt2 import GPT2Config
 
 
 class TorchBlock(nn.Module):

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpt4d.model.llama.config import LlamaConfig
-from gpt4d.model.llama.hugging_face import names, to_hf
+from gpt4d.model.llama import ADAPTER, LlamaConfig
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Causal attention of queries [B, S, h, s] to keys and values [B, S, g, s], whose output is [B, S, h, s]."""
@@ -75,7 +74,7 @@ def torch_tensors(tensors: Mapping[str, torch.Tensor], config: LlamaConfig) -> d
     """Return gpt4d's global weights or gradients with the names and shapes of a ``TorchLlama``."""
     found = {}
     for name, tensor in tensors.items():
-        for library_name, part in zip(names(name, config), to_hf(name, tensor, config), strict=True):
+        for library_name, part in zip(ADAPTER.names(name, config), ADAPTER.to_hf(name, tensor, config), strict=True):
             short = library_name.removeprefix("model.").replace("self_attn.", "").replace("mlp.", "")
             found[short] = part
     return found

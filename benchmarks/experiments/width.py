@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from gpt4d.config import Config, GridSizes, OptimConfig, TrainConfig
-from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.model.gpt2 import GPT2Config
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.plan import one_stage

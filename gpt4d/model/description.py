@@ -9,118 +9,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-from gpt4d.config import ConfigError, Divisibility
+from gpt4d.config import ConfigError, Divisibility, LoraConfig
 from gpt4d.config.checks import FLOAT8_MULTIPLE
-from gpt4d.model.parts import Part
+from gpt4d.model.parts import EXPERTS, STREAM, EdgeTensor, ModelSpec, Part, Unit, joined
 from gpt4d.model.probe import Probe
-from gpt4d.model.spec import ModelSpec
 from gpt4d.parallel.engine.prefetch import LayerWeights
+from gpt4d.parallel.layers.conv import Conv2dSpec
+from gpt4d.parallel.layers.layer import LayerSpec
+from gpt4d.parallel.layers.linear import LinearSpec
+from gpt4d.parallel.layers.lora import AdapterSpec
 from gpt4d.parallel.layers.routing import num_statistics
-from gpt4d.parallel.layout import CHUNK, Layout, ParameterSpec
-
-STREAM = "stream"
-EXPERTS = "model.experts"  # the number of experts of a block, in the user's terms
-BLOCKS = "blocks"  # the layer of a model that consists of its blocks
-
-
-@dataclass(frozen=True)
-class EdgeTensor:
-    """A tensor that one unit produces and later units use. It crosses an edge if they are on different stages.
-
-    Attributes:
-        layout: the layout on the grid of each stage.
-        shape: its global shape for (samples, length).
-        kind: an activation has the compute dtype and a gradient; integers are int64 and masks bool, without one.
-        sequence_parallel: the layout in training with ``parallel.sequence_parallel``; None: the same.
-    """
-
-    layout: Layout
-    shape: Callable[[int, int], tuple[int, ...]]
-    kind: Literal["activation", "integer", "mask"] = "activation"
-    sequence_parallel: Layout | None = None
-
-    @property
-    def has_gradient(self) -> bool:
-        return self.kind == "activation"
-
-    def dtype(self, activations: str) -> str:
-        """Return the name of the dtype, where ``activations`` is the name of the compute dtype."""
-        return {"activation": activations, "integer": "int64", "mask": "bool"}[self.kind]
-
-    def nbytes(self, samples: int, length: int, activation_bytes: int) -> int:
-        """Return the bytes of the global tensor."""
-        element = {"activation": activation_bytes, "integer": 8, "mask": 1}[self.kind]
-        return element * math.prod(self.shape(samples, length))
-
-
-def residual_stream(hidden: int) -> EdgeTensor:
-    """Return the residual stream of a text model, [tokens, hidden]."""
-    return EdgeTensor(
-        Layout(("data", "z"), ("y",)),
-        lambda samples, length: (samples * length, hidden),
-        sequence_parallel=Layout(("data", "z", CHUNK, "x"), ("y",)),
-    )
-
-
-class Tensors(NamedTuple):
-    """Names of tensors, other than the stream, that a unit produces for later units or takes from earlier units."""
-
-    produces: tuple[str, ...] = ()
-    uses: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Unit:
-    """The smallest part of a model that a stage can have: a block, all layers before the blocks, or all behind them.
-
-    Attributes:
-        name: the prefix of a block's parameters, such as ``blocks.3``; empty for the layers around the blocks.
-        part: the unit as a part of the model.
-        kind: equal blocks have equal kinds; None for the layers around the blocks.
-        tensors: the tensors that the unit produces and takes.
-    """
-
-    name: str
-    part: Part
-    kind: Hashable
-    tensors: Tensors
-
-    @property
-    def block(self) -> bool:
-        """Whether the unit is a block, which may be recomputed, cached and placed on a separate stage."""
-        return bool(self.part.blocks)
-
-
-_STREAM_ALONE = Tensors()
-
-
-def units_of(
-    kinds: Sequence[Hashable],
-    first: Tensors = _STREAM_ALONE,
-    blocks: Sequence[Tensors] = (),
-    last: Tensors = _STREAM_ALONE,
-) -> tuple[Unit, ...]:
-    """Return the units of a model.
-
-    Args:
-        kinds: kinds of the blocks.
-        first: the tensors of the layers before the blocks.
-        blocks: the tensors of each block; empty if no block has any.
-        last: the tensors of the layers behind the blocks.
-    """
-    return (
-        Unit("", Part(True, (), False), None, first),
-        *(
-            Unit(f"{BLOCKS}.{index}", Part(False, (index,), False), kind, blocks[index] if blocks else _STREAM_ALONE)
-            for index, kind in enumerate(kinds)
-        ),
-        Unit("", Part(False, (), True), None, last),
-    )
+from gpt4d.parallel.layout import ParameterSpec
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +42,7 @@ class Description:
         imbalance: rows of the busiest device's experts, divided by the mean, as the planner assumes.
         loss_chunks: ``train.loss_chunks``.
         width_exponents: parameters of the first or last unit whose initial values and learning rate a width transfer
-            divides by a power of the relative width, with the exponents (gpt4d.model.width).
+            divides by a power of the relative width, with the exponents (``widened``).
         replicated: names of the blocks whose weights are replicated over z.
         expert_data: data splits experts too (``parallel.expert_data``).
         copied: parameters of other stages that units of this stage use.
@@ -185,13 +89,6 @@ class Description:
                 if edge[0] != edge[1] and name not in names.setdefault(edge, []):
                     names[edge].append(name)
         return {edge: tuple(names[edge]) for edge in sorted(names)}
-
-    def received(self, part: Sequence[Unit]) -> tuple[str, ...]:
-        """Return the names of the tensors that a part takes from earlier parts."""
-        produced = {name for unit in part for name in unit.tensors.produces}
-        used = dict.fromkeys(name for unit in part for name in unit.tensors.uses if name not in produced)
-        streams = STREAM in self.tensors and not part[0].part.begins
-        return ((STREAM,) if streams else ()) + tuple(used)
 
     # ---------------------------------------------------------------------------------------- parameters
 
@@ -276,7 +173,7 @@ class Description:
     @cached_property
     def probe(self) -> Probe:
         """The probe of its units: their weights, FLOPs and products."""
-        return Probe(self)
+        return Probe(self.model, self.tensors, self.loss_chunks)
 
     def cached_units(self, cache_layers: int | str | None) -> frozenset[str]:
         """Return the names of the units that ``parallel.cache_layers`` caches: the last blocks, or all units."""
@@ -393,12 +290,6 @@ class Description:
         return self.training_flops(samples, length) + samples * again
 
 
-def joined(units: Sequence[Unit]) -> Part:
-    """Return the part that consists of some units."""
-    blocks = tuple(index for unit in units for index in unit.part.blocks)
-    return Part(units[0].part.begins, blocks, units[-1].part.ends)
-
-
 def _unit_name(parameter: str) -> str:
     """Return the first two components of a parameter's name, such as ``blocks.3``."""
     return ".".join(parameter.split(".")[:2])
@@ -414,3 +305,79 @@ def copied_parameters(stages: Sequence[Description]) -> list[tuple[str, int, int
         for owner, other in enumerate(stages)
         if name in other.parameters and name not in other.copied
     ]
+
+
+def adapted(description: Description, settings: LoraConfig) -> Description:
+    """Return the description of a model in which only the adapters of ``settings`` are trained."""
+    adapter, original = AdapterSpec(settings.rank, settings.scale), description.model
+
+    def change(name: str, layer: LayerSpec) -> tuple[LayerSpec, dict[str, ParameterSpec]]:
+        if isinstance(layer, LinearSpec) and name in settings.targets:
+            layer = replace(layer, adapter=adapter)
+        parameters = layer.own_parameters.items()
+        return layer, {key: spec if spec.is_adapter else replace(spec, frozen=True) for key, spec in parameters}
+
+    def model(parts: Sequence[Part]) -> ModelSpec:
+        return original(parts).rewritten(change)
+
+    def model_flops(samples: int, length: int) -> float:
+        parameters, units = result.parameters, (unit for unit in result.units if not unit.part.begins)
+        used = [parameters[name] for unit in units for name in result.probe.weights(unit).forward]
+        trained = [parameter for parameter in parameters.values() if not parameter.frozen]
+        # The gradients of frozen weights are not computed: two of the six operations per weight and token.
+        per_token = 6 * _elements(trained) - 2 * (_elements(used) - description.unused_parameters)
+        return description.training_flops(samples, length) + samples * length * per_token
+
+    result = replace(description, model=model, model_flops=model_flops)
+    return result
+
+
+def _elements(parameters: Iterable[ParameterSpec]) -> int:
+    return sum(math.prod(parameter.shape) for parameter in parameters)
+
+
+def widened(description: Description, width: float) -> Description:
+    """Return the description of a model with initial values and learning rates for a relative ``width``.
+
+    The best learning rate of a narrow model then also fits a wide one. It is the maximal update parametrization (Yang
+    et al., Tensor Programs V, Table 8) without multipliers in the forward: a multiplier of a parameter is equivalent to
+    other initial values and another learning rate of AdamW. So checkpoints, exports and the computation are unchanged.
+    With the relative width m = features / features of the base model:
+
+    - Initial values of weights of hidden layers are divided by sqrt(m), and their learning rates are divided by m.
+    - A router's logits are outputs: initial values and learning rate of its weight are divided by m.
+    - Instead of logits that are divided by m, the norm before the output head has initial values and a learning rate
+      that are divided by m. So a tied head and an embedding keep theirs.
+
+    Weight decay is multiplied by the same factor as the learning rate is divided by (gpt4d.optim.optimizer).
+    """
+    original = description.model
+
+    def hidden(_: str, layer: LayerSpec) -> tuple[LayerSpec, dict[str, ParameterSpec]]:
+        # The standard deviation of a convolution already depends on its width.
+        initial = {"matrices": 1.0 if isinstance(layer, Conv2dSpec) else width**-0.5, "router": 1 / width}
+        return layer, {
+            key: _scaled(spec, layer, initial[spec.group], 1 / width) if spec.group in initial else spec
+            for key, spec in layer.own_parameters.items()
+        }
+
+    def outer(name: str, layer: LayerSpec) -> tuple[LayerSpec, dict[str, ParameterSpec]]:
+        factors = {key: width ** -description.width_exponents.get(f"{name}.{key}", 0) for key in layer.own_parameters}
+        return layer, {
+            key: _scaled(spec, layer, factors[key], factors[key]) for key, spec in layer.own_parameters.items()
+        }
+
+    def model(parts: Sequence[Part]) -> ModelSpec:
+        spec = original(parts).rewritten(hidden)
+        for name in {key.partition(".")[0] for key in description.width_exponents} & spec.children.keys():
+            spec.children[name] = spec.children[name].rewritten(outer, name)
+        return spec
+
+    return replace(description, model=model)
+
+
+def _scaled(spec: ParameterSpec, layer: LayerSpec, initial: float, lr_factor: float) -> ParameterSpec:
+    """Return a parameter whose initial values are multiplied by ``initial``."""
+    offset = float(getattr(layer, "zero_centered", False))  # the layer adds it to the parameter
+    mean = (spec.mean + offset) * initial - offset
+    return replace(spec, mean=mean, std=spec.std * initial, lr_factor=lr_factor)

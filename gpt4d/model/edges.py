@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from gpt4d.model.description import Description, EdgeTensor
+from gpt4d.model.description import Description
+from gpt4d.model.parts import EdgeTensor
 from gpt4d.parallel.grid import BATCH_AXES
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.pipeline.stage_links import Edge

@@ -1,9 +1,8 @@
 """The record that describes a model family to the rest of gpt4d."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gpt4d.config import Config, ModelConfig
 from gpt4d.model.description import Description
@@ -34,6 +33,10 @@ class HuggingFaceAdapter(Protocol):
     BASE: str
     BUFFERS: str
     HAS_TOKENIZER: bool
+
+    @property
+    def kinds(self) -> Collection[str]:
+        """The kinds of models that it reads: ``model_type`` of transformers, ``_class_name`` of diffusers."""
 
     def names(self, name: str, config: Any) -> list[str]:
         """Return the names of the library's tensors that gpt4d's parameter ``name`` corresponds to."""
@@ -77,9 +80,7 @@ class Family:
         unit: the unit of progress: tokens, or images.
         check: raises ConfigError for settings that are impossible on any grid.
         describe: returns the torch-free description for given settings.
-        adapter: the module that is the adapter to transformers or diffusers; None for a family without adapter.
-        hf_model_types: kinds of models that the adapter reads: ``model_type`` of transformers, ``_class_name`` of
-            diffusers.
+        adapter: the adapter to transformers or diffusers; None for a family without adapter.
     """
 
     name: str
@@ -89,14 +90,13 @@ class Family:
     unit: str
     check: Callable[[Config], None]
     describe: Callable[[Any], Description]
-    adapter: str | None = None
-    hf_model_types: tuple[str, ...] = ()
+    adapter: HuggingFaceAdapter | None = None
     positions: tuple[str, ...] = ()
 
     def hugging_face(self) -> HuggingFaceAdapter:
-        """Return the adapter, which imports torch and may import a library of Hugging Face."""
+        """Return the adapter of a family that has one."""
         assert self.adapter, f"{self.name} has no adapter"
-        return cast(HuggingFaceAdapter, import_module(self.adapter))
+        return self.adapter
 
     def changed_positions(self, before: ModelConfig, after: ModelConfig) -> dict[str, tuple[Any, Any]]:
         """Return the settings in ``positions`` that differ between two models, by name, with both values."""

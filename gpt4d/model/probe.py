@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from gpt4d.config import GridSizes
+from gpt4d.model.parts import EdgeTensor, ModelSpec, Part, Unit, received
 from gpt4d.parallel.context import Context, Pass
 from gpt4d.parallel.engine.prefetch import BACKWARD, FORWARD, RECOMPUTATION, LayerWeights
 from gpt4d.parallel.layers.attention import AttentionSpec
@@ -19,9 +21,6 @@ from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.symbolic.costs import Computation
 from gpt4d.parallel.symbolic.stage import SymbolicGrid, SymbolicLayer, SymbolicWeights
 from gpt4d.parallel.symbolic.tensor import SymbolicTensor, backward, leaf
-
-if TYPE_CHECKING:
-    from gpt4d.model.description import Description, Unit
 
 
 class Product(NamedTuple):
@@ -46,16 +45,21 @@ class _Facts(NamedTuple):
     products: tuple[Product, ...]
 
 
+@dataclass(eq=False)
 class Probe:
-    """Computes one sample of each unit of a description on one device. Equal blocks are computed once."""
+    """Computes one sample of each unit of a model on one device. Equal blocks are computed once.
 
-    def __init__(self, description: Description):
-        self.description = description
-        self._known: dict[tuple[Hashable, ...], _Facts] = {}
+    The attributes are those of the model's description (gpt4d.model.description).
+    """
+
+    model: Callable[[Sequence[Part]], ModelSpec]
+    tensors: Mapping[str, EdgeTensor]
+    loss_chunks: int
+    _known: dict[tuple[Hashable, ...], _Facts] = field(default_factory=dict)
 
     def weights(self, unit: Unit, recompute: bool = False) -> LayerWeights:
         """Return the names of the weights that a unit takes from the prefetcher, with or without recomputation."""
-        weights = self._facts(unit, self.description.loss_chunks, recompute and unit.block).weights
+        weights = self._facts(unit, self.loss_chunks, recompute and unit.block).weights
         return LayerWeights(*(tuple(_prefix(unit) + name for name in names) for names in weights))
 
     def flops(self, unit: Unit, length: int) -> float:
@@ -81,25 +85,25 @@ class Probe:
         return self._known[key]
 
     def _compute(self, unit: Unit, length: int, recompute: bool) -> _Facts:
-        description, device = self.description, _Counter()
-        spec: Any = description.model([unit.part])
+        device = _Counter()
+        spec: Any = self.model([unit.part])
         grid, training = SymbolicGrid(device, GridSizes()), Pass(recompute=recompute)
-        context = Context(grid, "float32", training=training, loss_chunks=description.loss_chunks)
+        context = Context(grid, "float32", training=training, loss_chunks=self.loss_chunks)
         weights = _ProbedWeights(context, spec.all_parameters)
         model: Any = _ProbedLayer(spec, weights)
 
         def tensor(shape: tuple[int, ...], dtype: str) -> SymbolicTensor:
             return SymbolicTensor(device, shape, dtype)
 
-        received = {}
-        for name in description.received([unit]):
-            edge = description.tensors[name]
+        given = {}
+        for name in received([unit], self.tensors):
+            edge = self.tensors[name]
             dtype = edge.dtype("float32")
             if not edge.has_gradient:
-                received[name] = tensor(edge.shape(1, length), dtype)
+                given[name] = tensor(edge.shape(1, length), dtype)
             else:
-                received[name] = leaf(device, edge.shape(1, length), dtype, lambda gradient: None)
-        produced = spec.compute(model, unit.part, received, *spec.planned_batch(tensor, 1, length))
+                given[name] = leaf(device, edge.shape(1, length), dtype, lambda gradient: None)
+        produced = spec.compute(model, unit.part, given, *spec.planned_batch(tensor, 1, length))
         forward, device.backward = device.flops, True
         backward([(out, out.like()) for out in produced.values() if out.edge is not None])
         names: dict[str, list[str]] = {phase: [] for phase in (FORWARD, RECOMPUTATION, BACKWARD)}

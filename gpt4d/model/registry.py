@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, get_type_hints
 from gpt4d.config import Config, ConfigError, GridSizes, ModelConfig, TrainConfig, check_limits
 from gpt4d.config.composing import register_model
 from gpt4d.model import gemma3, gpt2, llama, moe, olmo2, unet
-from gpt4d.model.adapters import adapted
-from gpt4d.model.description import Description
+from gpt4d.model.description import Description, adapted, widened
 from gpt4d.model.family import Family
 from gpt4d.model.parts import Part
-from gpt4d.model.width import widened
 
 if TYPE_CHECKING:
     from torch import nn
@@ -74,8 +72,8 @@ def _has_type(value: object, kind: type) -> bool:
 
 
 def family_of_hf(model_type: object) -> Family:
-    """Return the family that reads models of this kind (``hf_model_types``). Raises ConfigError for other kinds."""
-    supported = {kind: family for family in _families.values() for kind in family.hf_model_types}
+    """Return the family whose adapter reads models of this kind. Raises ConfigError for other kinds."""
+    supported = {kind: family for family in _families.values() if family.adapter for kind in family.adapter.kinds}
     if not isinstance(model_type, str) or model_type not in supported:
         raise ConfigError(
             f"model_type={model_type!r} is not supported; use a model of type {', '.join(sorted(supported))}"
@@ -107,7 +105,7 @@ def describe_run(config: Config, grids: Iterable[GridSizes] = ()) -> Description
 def build(config: ModelConfig, weights: "ShardedWeights", parts: Sequence[Part] | None = None) -> "nn.Module":
     """Build a model, or parts of one, on the grid of ``weights``.
 
-    Its parameters are uninitialized until ``gpt4d.model.init.initialize``.
+    Its parameters are uninitialized until ``gpt4d.model.module.initialize``.
     """
     from gpt4d.model.module import Model  # imports torch
 
@@ -117,9 +115,5 @@ def build(config: ModelConfig, weights: "ShardedWeights", parts: Sequence[Part] 
     return model
 
 
-register(gemma3.FAMILY)
-register(gpt2.FAMILY)
-register(llama.FAMILY)
-register(moe.FAMILY)
-register(olmo2.FAMILY)
-register(unet.FAMILY)
+for _module in (gemma3, gpt2, llama, moe, olmo2, unet):
+    register(_module.FAMILY)

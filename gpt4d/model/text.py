@@ -1,24 +1,145 @@
-"""Base of all text models: token ids → blocks → logits or the loss, in one part or several. No torch here.
+"""Text models: their settings, and their base: token ids → blocks → logits or the loss, in one part or several.
 
-Shapes: B sequences, S positions, T tokens, H hidden, V vocabulary.
+Shapes: B sequences, S positions, T tokens, H hidden, V vocabulary. No torch here.
 """
 
-from __future__ import annotations
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
-
-from gpt4d.model.description import STREAM
-from gpt4d.model.parts import Part
-from gpt4d.model.spec import ModelSpec
-from gpt4d.model.text_config import head, token_embedding
+from gpt4d.config import COUNT, SIZE, Config, ConfigError, Effect, GridSizes, ModelConfig, divisors, setting
+from gpt4d.config.conditions import with_base
+from gpt4d.model.description import Description
+from gpt4d.model.family import Family, HuggingFaceAdapter
+from gpt4d.model.parts import STREAM, ModelSpec, Part
 from gpt4d.parallel.engine.interleave import Node, join, run_alone, run_graph
+from gpt4d.parallel.layers.embedding import TokenEmbeddingSpec
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec, LayersSpec
-from gpt4d.parallel.layers.linear import TiedHeadSpec
+from gpt4d.parallel.layers.linear import LinearSpec, TiedHeadSpec
 from gpt4d.parallel.layers.loss import cross_entropy_sum, head_loss
 from gpt4d.parallel.layers.product import Recomputable
 from gpt4d.parallel.layers.sequence import TokenIndex, tokens_of
+
+
+class TextConfig(ModelConfig):
+    """Settings of every text model, which a subclass has as fields.
+
+    Checkpoints do not contain the padding of the vocabulary, because it depends on the grids, and the loss excludes it.
+
+    Attributes:
+        tied: the head multiplies by the token embedding.
+        unstructured: the keys that do not decide which parameters exist and how they are used.
+    """
+
+    hidden: int
+    vocab_size: int | None
+    vocab_multiple: int
+    max_positions: int
+    tied = False
+    unstructured = frozenset({"name", "vocab_multiple", "base_hidden"})
+
+    @property
+    def padded_vocab_size(self) -> int:
+        assert self.vocab_size, "gpt4d.data.completion has not completed the settings"
+        return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
+
+    def on_grids(self, grids: Iterable[GridSizes]) -> Any:
+        """Return the settings with a ``vocab_multiple`` that each of ``grids`` divides."""
+        settings: Any = self
+        return replace(settings, vocab_multiple=math.lcm(self.vocab_multiple, *(sizes.x * sizes.z for sizes in grids)))
+
+    def extension(self, length: int) -> list[str]:
+        """Return the overrides that extend a trained model to ``length`` tokens; empty if its positions are learned."""
+        return []
+
+
+def head(config: TextConfig) -> LinearSpec:
+    """Return the spec of the layer from hidden features to logits, unless it is tied to the token embedding."""
+    return LinearSpec(
+        config.hidden, config.padded_vocab_size, bias=False, used=config.vocab_size, float8=False, group="head"
+    )
+
+
+def token_embedding(config: TextConfig) -> TokenEmbeddingSpec:
+    """Return the spec of the token embedding."""
+    return TokenEmbeddingSpec(config.padded_vocab_size, config.hidden, used=config.vocab_size)
+
+
+@dataclass
+class TransformerConfig(TextConfig):
+    """Settings of all text transformers."""
+
+    layers: int = setting(4, "number of blocks", **COUNT, aliases="n_layer n_layers num_layers num_hidden_layers")
+    hidden: int = setting(
+        128, "features of the residual stream", **SIZE, aliases="n_embd hidden_size d_model dim embed_dim"
+    )
+    heads: int = setting(
+        4, "attention heads of a block", **SIZE, aliases="n_head n_heads num_heads num_attention_heads"
+    )
+    vocab_size: int | None = setting(None, "number of token ids; null: the size of the tokenizer", **SIZE)
+    vocab_multiple: int = setting(
+        128, "a divisor of the padded vocabulary, as is each stage's gx·gz", **SIZE, effect=Effect.ROUNDING
+    )
+    max_positions: int = setting(256, "maximum length of a sequence", **SIZE)
+    norm_epsilon: float = setting(1e-5, "addend of the variance in norms", at_least=0, at_most=1)
+    base_hidden: int | None = setting(
+        None,
+        "optim.width_transfer: hidden features of the model that the learning rate fits",
+        **SIZE,
+        read_if=with_base,
+    )
+    width_key = "hidden"
+
+    @property
+    def branch_std(self) -> float:
+        """Initial standard deviation of the last layer of each branch: 2·layers outputs are added (GPT-2)."""
+        return 0.02 / (2 * self.layers) ** 0.5
+
+
+def positions_of(settings: type[ModelConfig]) -> tuple[str, ...]:
+    """Return the settings of a family that set rotary positions; none for a family without them."""
+    rotary = [each.name for each in fields(settings) if each.name.startswith("rope_")]
+    return ("max_positions", *rotary) if rotary else ()
+
+
+def text_family(
+    name: str,
+    settings: type[TextConfig],
+    describe: Callable[[Any], Description],
+    adapter: HuggingFaceAdapter | None = None,
+    check: Callable[[Config], None] = lambda config: None,
+) -> Family:
+    """Return a family of text models. ``check`` need not check lengths. See ``Family`` for the arguments."""
+
+    def check_all(config: Config) -> None:
+        check(config)
+        _check_length(config)
+
+    keys = (each.name for each in fields(settings) if not each.metadata.get("derived"))
+    structure, positions = tuple(key for key in keys if key not in settings.unstructured), positions_of(settings)
+    return Family(name, settings, structure, "language_modeling", "tokens", check_all, describe, adapter, positions)
+
+
+def _check_length(config: Config) -> None:
+    """Raise ConfigError if ``train.seq_len`` exceeds ``model.max_positions`` or is not divisible by the loss chunks."""
+    model, length = cast(TextConfig, config.model), config.train.seq_len
+    if length > model.max_positions:
+        problem = f"train.seq_len={length}: longer than model.max_positions={model.max_positions}"
+        own = f"model.max_positions={length}"
+        if settings := model.extension(length):
+            raise ConfigError(
+                f"{problem}; lower it, extend a trained model by RoPE scaling with {' '.join(settings)}, or train a "
+                f"new model with {own}"
+            )
+        raise ConfigError(
+            f"{problem}, and learned positions cannot be extended; lower it, or train a new model with {own}"
+        )
+    if length % config.train.loss_chunks:
+        raise ConfigError(
+            f"train.loss_chunks={config.train.loss_chunks}: does not divide train.seq_len={length}; "
+            f"use one of {', '.join(map(str, divisors(length)))}"
+        )
 
 
 @dataclass(frozen=True)

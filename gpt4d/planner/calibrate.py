@@ -35,7 +35,7 @@ from gpt4d.config import (
 from gpt4d.config.commands import one_line_errors
 from gpt4d.config.machine import COMMUNICATOR_GIB, peak_flops
 from gpt4d.model import registry
-from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.model.gpt2 import GPT2Config
 from gpt4d.parallel.comm import collectives
 from gpt4d.parallel.comm.collectives import Axis
 from gpt4d.parallel.grid import Grid

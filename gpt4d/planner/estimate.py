@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from gpt4d.config import Config, GridSizes, PipelineConfig
 from gpt4d.model import registry
-from gpt4d.model.description import Description, Unit
+from gpt4d.model.description import Description
+from gpt4d.model.parts import Unit
 from gpt4d.parallel.symbolic.stage import MASTER_BYTES
 from gpt4d.planner.device import AXES, Links
 from gpt4d.planner.step import StepWalk

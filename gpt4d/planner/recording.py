@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 from gpt4d.config import Config, GridSizes, OverlapConfig
 from gpt4d.config.trainer_profiles import PROFILES
-from gpt4d.model.description import Description, EdgeTensor, joined
+from gpt4d.model.description import Description
+from gpt4d.model.parts import EdgeTensor, joined, received
 from gpt4d.parallel.context import Context, layer_settings
 from gpt4d.parallel.engine.prefetch import BACKWARD, FORWARD, RECOMPUTATION, WeightUse, weight_order
 from gpt4d.parallel.layout import CHUNK
@@ -413,16 +414,15 @@ def recorded_segments(layers: Layers, settings: Settings) -> list[Segment]:
     computed = []
     for units in description.parts:
         part = joined(units)
-        received = {
-            name: _received(description.tensors[name], weights, settings) for name in description.received(units)
-        }
+        tensors = description.tensors
+        given = {name: _received(tensors[name], weights, settings) for name in received(units, tensors)}
 
         def new(shape: tuple[int, ...], dtype: str) -> SymbolicTensor:
             return SymbolicTensor(recorder, shape, dtype).new()
 
         batch = model.spec.planned_batch(new, settings.micro_batch, settings.length)
-        computed.append(model.spec.compute(model, part, received, *batch))
-        del received, batch
+        computed.append(model.spec.compute(model, part, given, *batch))
+        del given, batch
     recorder.begin(BACKWARD, len(recorder.places))
     with weights.delaying_weight_gradients() if settings.splits_backwards else nullcontext():
         while computed:

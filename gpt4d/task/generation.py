@@ -9,8 +9,8 @@ from tokenizers import Tokenizer
 
 from gpt4d.config import ConfigError
 from gpt4d.model import registry
-from gpt4d.model.description import STREAM, EdgeTensor
 from gpt4d.model.edges import edges, plain
+from gpt4d.model.parts import STREAM, EdgeTensor
 from gpt4d.parallel.comm.pending import MAX
 from gpt4d.parallel.layers.sequence import Documents, KeyValueCache, TokenIndex, own_segments
 from gpt4d.parallel.layout import Layout

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gpt4d.model.description import STREAM
+from gpt4d.model.parts import STREAM
 from gpt4d.parallel.layers.loss import log_likelihoods
 from gpt4d.parallel.pipeline.runtime import forward_over_stages
 from gpt4d.parallel.pipeline.stage_links import Exchange

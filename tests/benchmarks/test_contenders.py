@@ -10,7 +10,7 @@ from benchmarks.adapters.torch_gpt import build_torch_gpt
 from benchmarks.experiments.one_device import TrainerSettings, trainings
 from benchmarks.laboratory.virtual_device import VirtualDevice
 from benchmarks.workloads import Workload, initial_weights, sequences
-from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.model.gpt2 import GPT2Config
 from gpt4d.parallel.grid import Grid
 from tests.support.grids import full
 

@@ -1,13 +1,14 @@
 """The figures that benchmarks state follow from the rows of their contenders, and the values of runs."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
 from benchmarks import report
 from benchmarks.experiments import atp, moe_quality, muon, one_device, optimizers, overhead, stream
 from benchmarks.training import train_together, validations
+from gpt4d.model.llama import RotaryConfig
 from tests.support.settings import configured
 
 ANSWERS = [
@@ -145,7 +146,8 @@ def test_streams_alternate_with_token_files_and_the_ratio_is_of_medians_without_
 def test_the_dense_model_is_the_llama_of_the_experts_that_a_token_uses():
     mixture, dense = (configured(moe_quality.MODELS[name]) for name in ("mixture", "dense"))
     inner = mixture.model.experts_per_token * mixture.model.inner
-    assert replace(mixture.model.llama, inner=inner, name=dense.model.name) == dense.model
+    shared = {each.name: getattr(mixture.model, each.name) for each in fields(RotaryConfig)}
+    assert replace(dense.model, **shared | {"inner": inner, "name": dense.model.name}) == dense.model
     assert (dense.train, dense.data, dense.optim) == (mixture.train, mixture.data, mixture.optim)
 
 

@@ -8,7 +8,7 @@ from benchmarks.laboratory import paper_models
 from benchmarks.settings import DeviceConfig, plain_rates
 from gpt4d.config import ClusterConfig, Config, GridSizes, LevelConfig, TrainConfig
 from gpt4d.model import registry
-from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.model.gpt2 import GPT2Config
 from gpt4d.model.probe import Product
 from gpt4d.parallel.layers import sharding
 

@@ -12,7 +12,7 @@ from gpt4d.checkpoint import checkpoint_dir
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint, Damaged
 from gpt4d.config import ConfigError
 from gpt4d.model import registry
-from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.model.gpt2 import GPT2Config
 from tests.support.checkpoints import meta, save_steps
 from tests.support.commands import wrong_messages
 from tests.support.grids import train_in_rank

@@ -12,8 +12,8 @@ from gpt4d.checkpoint.__main__ import main
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import ConfigError, tokenizer_file
 from gpt4d.inference import generate
-from gpt4d.model.llama import hugging_face as hf
-from gpt4d.model.llama.config import LlamaConfig
+from gpt4d.model.llama import ADAPTER as hf
+from gpt4d.model.llama import LlamaConfig
 from gpt4d.runtime.files import write_file
 from tests.support.checkpoint_sources import (
     GEMMA3,

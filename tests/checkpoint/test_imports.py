@@ -19,9 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from gpt4d.checkpoint import adapter_files, importer, storage
 from gpt4d.config import ConfigError, GridSizes
 from gpt4d.model import registry
-from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.model.gpt2 import GPT2Config
 from gpt4d.model.unet import hugging_face as unet
-from gpt4d.model.unet import scheduler
 from gpt4d.model.unet.config import UNetConfig
 from gpt4d.task.diffusion_process import DiffusionProcess
 from tests.support.checkpoint_sources import GEMMA3, LLAMA3, MIXTRAL, MODEL, OLMO2, OLMOE, QWEN2, QWEN3_MOE, YARN, save
@@ -381,7 +380,7 @@ UNET = UNetConfig(
     image_size=8, channels=16, multipliers=[1, 2], blocks_per_level=1, attention_at=[4], head_size=8, groups=4
 )
 SCHEDULERS = {
-    "exported": scheduler.to_diffusers(UNET),
+    "exported": unet.scheduler_to_hf(UNET),
     "cosine": {"_class_name": "DDPMScheduler", "beta_schedule": "squaredcos_cap_v2", "num_train_timesteps": 50},
     "linear": {"_class_name": "DDPMScheduler", "clip_sample": False},
 }
@@ -447,7 +446,7 @@ def test_a_scheduler_with_any_changed_setting_draws_the_samples_of_diffusers_or_
                 continue
             if model is not None:
                 equal.add(key)
-                drawn = drawn_by_gpt4d(model), drawn_by_diffusers(scheduler.to_diffusers(model))
+                drawn = drawn_by_gpt4d(model), drawn_by_diffusers(unet.scheduler_to_hf(model))
                 if not all((ours - theirs).norm() <= 1e-4 * theirs.norm() for ours in drawn):
                     wrong.append((key, value))
     assert not wrong

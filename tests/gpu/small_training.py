@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from gpt4d.checkpoint.storage import LocalShard
 from gpt4d.config import Config, GridSizes, OptimConfig, ParallelConfig, PipelineConfig, TrainConfig
-from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.model.gpt2 import GPT2Config
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.sequence import Documents
 from gpt4d.parallel.stage import Stage

@@ -11,8 +11,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from gpt4d.model import registry
-from gpt4d.model.gpt2.config import GPT2Config
-from gpt4d.model.init import initialize
+from gpt4d.model.gpt2 import GPT2Config
+from gpt4d.model.module import initialize
 from gpt4d.parallel import compile, random
 from gpt4d.parallel.comm.pending import Pending
 from gpt4d.parallel.context import Context

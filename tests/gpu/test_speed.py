@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from gpt4d.config import GridSizes
 from gpt4d.config.machine import this_machine
 from gpt4d.model import registry
-from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.model.gpt2 import GPT2Config
 from gpt4d.parallel import compile
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers import linear

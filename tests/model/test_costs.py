@@ -19,11 +19,11 @@ from gpt4d.config import (
     ParallelConfig,
     TrainConfig,
 )
-from gpt4d.model.gemma3.config import Gemma3Config
-from gpt4d.model.gpt2.config import GPT2Config
-from gpt4d.model.llama.config import LlamaConfig
-from gpt4d.model.moe.config import MoeConfig
-from gpt4d.model.olmo2.config import Olmo2Config
+from gpt4d.model.gemma3 import Gemma3Config
+from gpt4d.model.gpt2 import GPT2Config
+from gpt4d.model.llama import LlamaConfig
+from gpt4d.model.moe import MoeConfig
+from gpt4d.model.olmo2 import Olmo2Config
 from gpt4d.model.unet.config import UNetConfig
 from gpt4d.parallel.layers import float8, linear, routing
 from tests.model.recording import collectives_of_a_step, computation_s

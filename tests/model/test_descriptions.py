@@ -5,7 +5,7 @@ import torch
 
 from gpt4d.config import GridSizes
 from gpt4d.model import registry
-from gpt4d.model.description import STREAM
+from gpt4d.model.parts import STREAM
 from gpt4d.parallel.context import Context
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.sharded_weights import ShardedWeights

@@ -7,11 +7,11 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from gpt4d.config import Config, ConfigError, GridSizes, TrainConfig
-from gpt4d.model.gemma3.config import Gemma3Config
-from gpt4d.model.gpt2.config import GPT2Config
-from gpt4d.model.llama.config import LlamaConfig
-from gpt4d.model.moe.config import MoeConfig
-from gpt4d.model.olmo2.config import Olmo2Config
+from gpt4d.model.gemma3 import Gemma3Config
+from gpt4d.model.gpt2 import GPT2Config
+from gpt4d.model.llama import LlamaConfig
+from gpt4d.model.moe import MoeConfig
+from gpt4d.model.olmo2 import Olmo2Config
 from gpt4d.model.unet.config import UNetConfig
 from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import Grid

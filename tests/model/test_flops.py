@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from gpt4d.config import LoraConfig
 from gpt4d.model import registry
-from gpt4d.model.adapters import adapted
+from gpt4d.model.description import adapted
 from gpt4d.model.unet import hugging_face as unet_adapter
 from gpt4d.model.unet.config import UNetConfig
 from tests.support.model_oracles import LENGTH, MODELS

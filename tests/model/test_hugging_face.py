@@ -91,3 +91,17 @@ DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}
 def test_what_would_be_computed_differently_is_rejected(model, changes, message):
     with pytest.raises(ConfigError, match=message):
         read(model, settings_of(model) | changes)
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        (replace(MODELS["qwen3"], qkv_bias=True), "qk_norm=True"),
+        (replace(MODELS["mixtral"], normalized_weights=False), "normalized_weights=False"),
+        (replace(MODELS["olmoe"], shared_inner=96), "shared_inner=96"),
+        (replace(MODELS["qwen3_moe"], balance="bias"), "balance=bias"),
+    ],
+)
+def test_models_that_transformers_does_not_have_are_rejected(config, key):
+    with pytest.raises(ConfigError, match=f"model.{key}: transformers has no such model"):
+        settings_of(config)

@@ -10,11 +10,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, modeling
 
 from gpt4d.config import ConfigError, GridSizes
 from gpt4d.model import registry
-from gpt4d.model.gemma3.config import Gemma3Config
-from gpt4d.model.llama import hugging_face as hf
-from gpt4d.model.llama.config import LlamaConfig as Settings
-from gpt4d.model.llama.frequencies import frequencies, scale
-from gpt4d.model.olmo2.config import Olmo2Config
+from gpt4d.model.gemma3 import Gemma3Config
+from gpt4d.model.llama import ADAPTER as hf
+from gpt4d.model.llama import LlamaConfig as Settings
+from gpt4d.model.llama import frequencies, scale
+from gpt4d.model.olmo2 import Olmo2Config
 from tests.support.grids import build_model, fill_from_hf, full
 from tests.support.model_oracles import relative, with_random_weights
 

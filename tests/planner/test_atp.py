@@ -7,7 +7,7 @@ import pytest
 from gpt4d.config import ClusterConfig, LevelConfig
 from gpt4d.model import registry
 from gpt4d.model.description import Description
-from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.model.gpt2 import GPT2Config
 from gpt4d.planner.atp import AtpMesh, all_reduce_bandwidths, communication, link_bandwidths, meshes
 from tests.support.settings import configured
 

@@ -8,7 +8,7 @@ import torch
 from benchmarks.laboratory.virtual_device import VirtualDevice
 from gpt4d.config import ClusterConfig, Config, GridSizes, LevelConfig, MeasuredConfig, TrainConfig
 from gpt4d.model import registry
-from gpt4d.model.gpt2.config import GPT2Config
+from gpt4d.model.gpt2 import GPT2Config
 from gpt4d.parallel.comm import collectives
 from gpt4d.planner.device import KINDS, SHIFT, Device, Links, sent_bytes
 from gpt4d.planner.topology import RankSpan, crossed_levels, equation_10, message_speed, node_size, spans, speed

@@ -15,9 +15,9 @@ from typing import Any
 
 from gpt4d.config import Config, ConfigError, Divisibility, ModelConfig, check_at_least
 from gpt4d.model import registry
-from gpt4d.model.description import STREAM, Description, EdgeTensor, Tensors, units_of
+from gpt4d.model.description import Description
 from gpt4d.model.family import Family
-from gpt4d.model.parts import Part
+from gpt4d.model.parts import STREAM, EdgeTensor, Part, Tensors, units_of
 from gpt4d.parallel.engine.interleave import Node, run_alone, run_graph
 from gpt4d.parallel.kernels import Function, TorchFunction, kernel, planned_kernel, wide_dtype
 from gpt4d.parallel.layers.activations import SwigluFunction

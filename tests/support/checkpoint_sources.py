@@ -8,10 +8,10 @@ import torch
 from tokenizers import Tokenizer, models
 
 from gpt4d.model import registry
-from gpt4d.model.gemma3.config import Gemma3Config
-from gpt4d.model.llama.config import LlamaConfig
-from gpt4d.model.moe.config import MoeConfig
-from gpt4d.model.olmo2.config import Olmo2Config
+from gpt4d.model.gemma3 import Gemma3Config
+from gpt4d.model.llama import LlamaConfig
+from gpt4d.model.moe import MoeConfig
+from gpt4d.model.olmo2 import Olmo2Config
 
 _SIZES = {
     "layers": 2, "hidden": 32, "heads": 4, "key_value_heads": 2, "head_size": 8, "inner": 48, "vocab_size": 50,

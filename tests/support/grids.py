@@ -11,9 +11,8 @@ import torch.distributed as dist
 from gpt4d.checkpoint.storage import LocalShard
 from gpt4d.config import Config, GridSizes, ModelConfig, OverlapConfig, ParallelConfig, TrainConfig
 from gpt4d.model import registry
-from gpt4d.model.gpt2.config import GPT2Config
-from gpt4d.model.init import initialize
-from gpt4d.model.module import Model
+from gpt4d.model.gpt2 import GPT2Config
+from gpt4d.model.module import Model, initialize
 from gpt4d.parallel.context import Context, Pass
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layout import ParameterSpec

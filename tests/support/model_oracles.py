@@ -9,14 +9,12 @@ import torch.nn.functional as F
 
 from gpt4d.config import Config, ParallelConfig, TrainConfig
 from gpt4d.model import registry
-from gpt4d.model.gemma3.config import Gemma3Config
-from gpt4d.model.gemma3.model import rotary_frequencies
-from gpt4d.model.gpt2.config import GPT2Config
-from gpt4d.model.llama.config import LlamaConfig
-from gpt4d.model.llama.frequencies import frequencies, scale
-from gpt4d.model.moe import hugging_face as moe_adapter
-from gpt4d.model.moe.config import MoeConfig
-from gpt4d.model.olmo2.config import Olmo2Config
+from gpt4d.model.gemma3 import Gemma3Config, rotary_frequencies
+from gpt4d.model.gpt2 import GPT2Config
+from gpt4d.model.llama import LlamaConfig, frequencies, scale
+from gpt4d.model.moe import ADAPTER as moe_adapter
+from gpt4d.model.moe import MoeConfig
+from gpt4d.model.olmo2 import Olmo2Config
 from gpt4d.parallel import gradient_reducer
 from gpt4d.parallel.grid import Grid
 from gpt4d.plan import one_stage
@@ -78,8 +76,8 @@ def _exact_rotation(config):
         if layer_type:
             found, theirs = rotary_frequencies(config)[layer_type == "full_attention"], f"{layer_type}_inv_freq"
         else:
-            found, theirs = frequencies(getattr(config, "llama", config)), "inv_freq"
-            assert module.attention_scaling == pytest.approx(scale(getattr(config, "llama", config)))
+            found, theirs = frequencies(config), "inv_freq"
+            assert module.attention_scaling == pytest.approx(scale(config))
         found = torch.tensor(found, dtype=torch.float64)
         torch.testing.assert_close(getattr(module, theirs).double(), found, rtol=1e-6, atol=0)
         angles = (position_ids[..., None].double() * found).repeat(1, 1, 2)

@@ -25,7 +25,6 @@ _PRELOAD = [
     "pytest",
     "rich.progress",
     "tokenizers",
-    "gpt4d.model.gpt2.hugging_face",
     "gpt4d.parallel.resharding.transfer",
     "gpt4d.planner.calibrate",
     "gpt4d.run",

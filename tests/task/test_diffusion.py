@@ -14,7 +14,7 @@ from gpt4d.checkpoint.__main__ import main
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import ConfigError, GridSizes
 from gpt4d.inference import generate
-from gpt4d.model.unet import scheduler
+from gpt4d.model.unet import hugging_face as unet
 from gpt4d.model.unet.config import UNetConfig
 from gpt4d.planner.stages import PipelineEstimate
 from gpt4d.task.diffusion import save_images
@@ -197,11 +197,11 @@ def test_the_exported_scheduler_has_the_noise_of_the_training(schedule, steps, p
     from diffusers import DDIMScheduler
 
     config = UNetConfig(noise_schedule=schedule, timesteps=steps, prediction=prediction)
-    theirs, ours = DDIMScheduler.from_config(scheduler.to_diffusers(config)), DiffusionProcess(schedule, steps, "v")
+    theirs, ours = DDIMScheduler.from_config(unet.scheduler_to_hf(config)), DiffusionProcess(schedule, steps, "v")
     assert torch.allclose(theirs.alphas_cumprod.double(), ours.alpha_bars, rtol=2e-5, atol=1e-9)
     theirs.set_timesteps(5)
     assert theirs.timesteps.tolist() == ours.sampling_timesteps(5)
-    assert UNetConfig(**scheduler.from_diffusers("source", scheduler.to_diffusers(config))) == config
+    assert UNetConfig(**unet.scheduler_from_hf("source", unet.scheduler_to_hf(config))) == config
 
 
 def test_a_scheduler_with_another_diffusion_is_rejected():
@@ -211,7 +211,7 @@ def test_a_scheduler_with_another_diffusion_is_rejected():
         {"timestep_spacing": "linspace"}, {"thresholding": True}, {"clip_sample_range": 0},
     ):  # fmt: skip
         with one_line(r"source: \w+=.* is not supported; use a model with"):
-            scheduler.from_diffusers("source", scheduler.to_diffusers(UNetConfig()) | values)
+            unet.scheduler_from_hf("source", unet.scheduler_to_hf(UNetConfig()) | values)
 
 
 def test_mistakes_are_one_line_with_a_remedy(tiny):

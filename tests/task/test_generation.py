@@ -8,10 +8,10 @@ from tokenizers import Tokenizer
 
 from gpt4d.config import Config, GridSizes, ParallelConfig, PipelineConfig, TrainConfig
 from gpt4d.data.tokenizers import END_OF_TEXT
-from gpt4d.model.gemma3.config import Gemma3Config
-from gpt4d.model.llama.config import LlamaConfig
-from gpt4d.model.moe.config import MoeConfig
-from gpt4d.model.olmo2.config import Olmo2Config
+from gpt4d.model.gemma3 import Gemma3Config
+from gpt4d.model.llama import LlamaConfig
+from gpt4d.model.moe import MoeConfig
+from gpt4d.model.olmo2 import Olmo2Config
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.sequence import Documents
 from gpt4d.plan import one_stage

@@ -3,8 +3,8 @@
 from gpt4d.config import Config, ConfigError, check_at_least, divisors
 from gpt4d.config.fields import LARGEST_COUNT
 from gpt4d.model.family import Family
-from gpt4d.model.unet import structure
-from gpt4d.model.unet.config import UNetConfig
+from gpt4d.model.unet import hugging_face
+from gpt4d.model.unet.config import UNetConfig, blocks
 from gpt4d.model.unet.model import describe
 
 
@@ -50,7 +50,7 @@ def _check(config: Config) -> None:
 
 def _check_channels(model: UNetConfig) -> None:
     """Check that groups and heads divide the channels of every block."""
-    for block in structure.blocks(model):
+    for block in blocks(model):
         for channels in (sum(block.in_channels), block.output.channels):
             if block.kind == "residual" and channels % model.groups:
                 raise ConfigError(
@@ -85,6 +85,5 @@ FAMILY = Family(
     unit="images",
     check=_check,
     describe=describe,
-    adapter="gpt4d.model.unet.hugging_face",
-    hf_model_types=("UNet2DModel",),
+    adapter=hugging_face,
 )

@@ -1,9 +1,18 @@
-"""The settings of a U-Net for diffusion."""
+"""The settings of a U-Net for diffusion, its blocks in the order of execution, and the tensors that they pass on.
 
+Level 0 has the full image size. Axis y splits the channels of even levels, and axis x splits the channels of odd
+levels. A residual block changes the axis twice, a change of level once. So encoder and decoder agree at every level.
+No torch here.
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from gpt4d.config import COUNT, FRACTION, SIZE, ModelConfig, redefined, setting
 from gpt4d.config.conditions import with_base
+
+INPUT, EMBEDDING = "input", "embedding"
 
 
 @dataclass
@@ -34,3 +43,108 @@ class UNetConfig(ModelConfig):
         None, "optim.width_transfer: channels of the model that the learning rate fits", **SIZE, read_if=with_base
     )
     width_key = "channels"
+
+
+class Tensor(NamedTuple):
+    """An activation [samples, size, size, channels] that a unit passes on, and the axis that splits its channels."""
+
+    name: str
+    channels: int
+    size: int
+    axis: str
+
+
+class UNetBlock(NamedTuple):
+    """A residual block, with attention or without, or a change of level.
+
+    Attributes:
+        name: prefix of its parameters, and name of its output.
+        kind: residual block, downsampling or upsampling.
+        stream: the output of the previous unit.
+        skip: an output of the encoder that is concatenated to the stream.
+        output: the tensor that it produces.
+        attention: whether attention follows the convolutions.
+    """
+
+    name: str
+    kind: Literal["residual", "down", "up"]
+    stream: Tensor
+    skip: Tensor | None
+    output: Tensor
+    attention: bool
+
+    @property
+    def uses(self) -> tuple[str, ...]:
+        """Names of the input tensors."""
+        skip = (self.skip.name,) if self.skip else ()
+        return (self.stream.name, *skip, *((EMBEDDING,) if self.kind == "residual" else ()))
+
+    @property
+    def outer(self) -> str:
+        """The axis that splits the channels of its input."""
+        return self.stream.axis
+
+    @property
+    def inner(self) -> str:
+        """The axis that splits the channels of its first convolution's output."""
+        return other_axis(self.stream.axis)
+
+    @property
+    def in_channels(self) -> tuple[int, ...]:
+        """Channels of the stream and, for a block with a skip, of the skip."""
+        return (self.stream.channels, *((self.skip.channels,) if self.skip else ()))
+
+
+def other_axis(axis: str) -> str:
+    """Return y for x, and x for y."""
+    return "x" if axis == "y" else "y"
+
+
+def embedding_size(config: UNetConfig) -> int:
+    """Return the features of the time embedding."""
+    return 4 * config.channels
+
+
+def first_tensor(config: UNetConfig) -> Tensor:
+    """Return the output of the first convolution."""
+    return _tensor(config, INPUT, config.channels, 0)
+
+
+def _tensor(config: UNetConfig, name: str, channels: int, level: int) -> Tensor:
+    return Tensor(name, channels, config.image_size >> level, "yx"[level % 2])
+
+
+def blocks(config: UNetConfig) -> list[UNetBlock]:
+    """Return the blocks of the encoder, the two middle blocks, and the blocks of the decoder."""
+    return list(_blocks(config))
+
+
+def _blocks(config: UNetConfig) -> Iterator[UNetBlock]:
+    levels = len(config.multipliers)
+    widths = [config.channels * multiplier for multiplier in config.multipliers]
+    skips = [first_tensor(config)]
+    number, stream = 0, skips[0]
+
+    def block(kind, level: int, channels: int, attention: bool = False, skip: Tensor | None = None) -> UNetBlock:
+        nonlocal number, stream
+        name = f"blocks.{number}"
+        result = UNetBlock(name, kind, stream, skip, _tensor(config, name, channels, level), attention)
+        number, stream = number + 1, result.output
+        return result
+
+    for level, width in enumerate(widths):
+        attention = config.image_size >> level in config.attention_at
+        for _ in range(config.blocks_per_level):
+            yield block("residual", level, width, attention)
+            skips.append(stream)
+        if level < levels - 1:
+            yield block("down", level + 1, width)
+            skips.append(stream)
+    for attention in (True, False):
+        yield block("residual", levels - 1, widths[-1], attention)
+    for level, width in reversed(list(enumerate(widths))):
+        attention = config.image_size >> level in config.attention_at
+        for _ in range(config.blocks_per_level + 1):
+            yield block("residual", level, width, attention, skips.pop())
+        if level:
+            yield block("up", level - 1, width)

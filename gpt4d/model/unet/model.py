@@ -11,12 +11,19 @@ from functools import cached_property, partial
 from typing import Any
 
 from gpt4d.config import Divisibility
-from gpt4d.model.description import Description, EdgeTensor, Tensors, units_of
-from gpt4d.model.parts import Part
-from gpt4d.model.spec import ModelSpec
-from gpt4d.model.unet import structure
-from gpt4d.model.unet.config import UNetConfig
-from gpt4d.model.unet.structure import EMBEDDING, INPUT, Block, Tensor, embedding_size, other_axis
+from gpt4d.model.description import Description
+from gpt4d.model.parts import EdgeTensor, ModelSpec, Part, Tensors, units_of
+from gpt4d.model.unet.config import (
+    EMBEDDING,
+    INPUT,
+    Tensor,
+    UNetBlock,
+    UNetConfig,
+    blocks,
+    embedding_size,
+    first_tensor,
+    other_axis,
+)
 from gpt4d.parallel.engine.interleave import Node, run_alone, run_graph
 from gpt4d.parallel.layers.activations import DropoutSpec
 from gpt4d.parallel.layers.attention import FusedAttentionSpec
@@ -60,7 +67,7 @@ class ResidualBlockSpec(LayerSpec):
     """Two convolutions, where the time embedding scales and shifts the second input; then attention, if any."""
 
     config: UNetConfig
-    block: Block
+    block: UNetBlock
 
     def layers(self) -> dict[str, LayerSpec]:
         config, block, output = self.config, self.block, self.block.output
@@ -104,7 +111,7 @@ def _dropped(layer: BoundLayer, pixels: TokenIndex, h_BSSC: Any) -> Any:
 class LevelChangeSpec(LayerSpec):
     """A convolution with stride 2, or a convolution of an image upsampled by 2."""
 
-    block: Block
+    block: UNetBlock
 
     def layers(self) -> dict[str, LayerSpec]:
         block, (stride, upsampling) = self.block, (2, 1) if self.block.kind == "down" else (1, 2)
@@ -128,12 +135,12 @@ class UNetSpec(ModelSpec):
     parts: tuple[Part, ...] = ()
 
     @cached_property
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[UNetBlock]:
         """All blocks of the model."""
-        return structure.blocks(self.config)
+        return blocks(self.config)
 
     def layers(self) -> dict[str, LayerSpec]:
-        config, first, last = self.config, structure.first_tensor(self.config), self.blocks[-1].output
+        config, first, last = self.config, first_tensor(self.config), self.blocks[-1].output
         layers: dict[str, LayerSpec] = {}
         if any(part.begins for part in self.parts):
             layers["time"] = TimeEmbeddingSpec(config.channels, embedding_size(config))
@@ -239,29 +246,29 @@ class UNetSpec(ModelSpec):
 
 def describe(config: UNetConfig) -> Description:
     """Return the description of a U-Net."""
-    blocks = structure.blocks(config)
-    first, last = structure.first_tensor(config), blocks[-1].output
-    skips = {block.skip.name for block in blocks if block.skip}
+    all_blocks = blocks(config)
+    first, last = first_tensor(config), all_blocks[-1].output
+    skips = {block.skip.name for block in all_blocks if block.skip}
 
-    def kind(block: Block) -> tuple:
+    def kind(block: UNetBlock) -> tuple:
         sizes = (tensor and tensor[1:] for tensor in (block.stream, block.skip, block.output))
         return block.kind, *sizes, block.attention, block.name in skips
 
     units = units_of(
-        [kind(block) for block in blocks],
+        [kind(block) for block in all_blocks],
         Tensors(produces=(EMBEDDING, INPUT)),
-        [Tensors((block.name,), block.uses) for block in blocks],
+        [Tensors((block.name,), block.uses) for block in all_blocks],
         Tensors(uses=(last.name,)),
     )
     embedding = Layout(("data", "z"), ())
     return Description(
         model=UNetSpec(config).of_parts,
         parts=(units,),
-        rules=_rules(config, blocks),
+        rules=_rules(config, all_blocks),
         width_exponents={"output.weight": 1},
         tensors={
             EMBEDDING: EdgeTensor(embedding, lambda samples, length: (samples, embedding_size(config))),
-            **{tensor.name: _edge(tensor) for tensor in (first, *(block.output for block in blocks))},
+            **{tensor.name: _edge(tensor) for tensor in (first, *(block.output for block in all_blocks))},
         },
     )
 
@@ -273,7 +280,7 @@ def _edge(tensor: Tensor) -> EdgeTensor:
     return EdgeTensor(Layout(("data", "z"), (), (), (tensor.axis,)), shape)
 
 
-def _rules(config: UNetConfig, blocks: list[Block]) -> tuple[Divisibility, ...]:
+def _rules(config: UNetConfig, blocks: list[UNetBlock]) -> tuple[Divisibility, ...]:
     """Return the divisibility rules. Both axes split the channels of each level, outside and within its blocks."""
     rules = []
     for width in sorted({config.channels * multiplier for multiplier in config.multipliers}):

@@ -188,7 +188,7 @@ class DropoutFunction(Function):
 class DropoutSpec(LayerSpec):
     """Dropout of [tokens, features over ``axis``] with probability ``p``, in forwards of training.
 
-    gpt4d.model.init sets the layer's ``key`` from the seed and the layer's name.
+    gpt4d.model.module sets the layer's ``key`` from the seed and the layer's name.
     """
 
     p: float

@@ -310,7 +310,7 @@ class AttentionSpec(LayerSpec):
     the following product all-gathers its input.
 
     Without dropout of attention weights, torch's fused kernels compute the attention. With dropout the weights are
-    computed explicitly, because the dropout mask depends on the global heads and samples. gpt4d.model.init sets the
+    computed explicitly, because the dropout mask depends on the global heads and samples. gpt4d.model.module sets the
     layer's ``key`` from the seed and the layer's name.
 
     Attributes:

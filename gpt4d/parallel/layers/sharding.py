@@ -81,7 +81,7 @@ def serves_equally(heads: Sequence[int]) -> bool:
 def interleaved_pieces(channels: Sequence[int]) -> int:
     """Return the number of pieces of each tensor of a stored concatenation. The size of an axis must divide it.
 
-    The number of heads determines it for queries, keys and values (gpt4d.model.llama.config).
+    The number of heads determines it for queries, keys and values (gpt4d.model.llama).
     """
     return math.gcd(*channels, _MAX_PIECES) if len(channels) > 1 else channels[0]
 
