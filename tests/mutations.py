@@ -363,7 +363,7 @@ MUTATIONS = [
     ),
     Mutation(
         "checkpoint/saving.py",
-        "raise self._to_user_error(failure, saved)",
+        "raise failure",
         "return saved",
         "a save that fails ends the run with an error",
         "tests/checkpoint/test_saving.py",

@@ -23,7 +23,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from gpt4d.checkpoint.checkpoint_dir import Checkpoint, Damaged, committed
+from gpt4d.checkpoint.checkpoint_dir import Checkpoint, committed
+from gpt4d.checkpoint.tensor_files import Damaged, StoredTensor
 from gpt4d.config import ConfigError, asks_for_help, from_arguments
 from gpt4d.config.commands import one_line_errors
 from gpt4d.model import registry
@@ -83,8 +84,6 @@ def verify(config: ReadConfig) -> None:
 
 def inspect(config: ReadConfig) -> None:
     """Print a checkpoint's metadata and tensors, with one line for the equal tensors of all blocks."""
-    from gpt4d.checkpoint import storage
-
     checkpoint = Checkpoint.open(Path(config.checkpoint))
     meta, files, entries = checkpoint.meta, checkpoint.files, checkpoint.manifest
     family = registry.of(meta.model)
@@ -100,7 +99,7 @@ def inspect(config: ReadConfig) -> None:
         f"{losses}"
         f"  files     {len(entries)}, {_size(sum(entry.bytes for entry in entries.values()))}\n"
     )
-    groups: dict[str, list[storage.StoredTensor]] = {}
+    groups: dict[str, list[StoredTensor]] = {}
     for name, tensor in sorted(files.tensors.items()):
         if name.startswith("optim."):  # Shapes equal the parameters'.
             name = f"optim.*.{name.rpartition('.')[2]}"
@@ -135,16 +134,16 @@ def export(config: ExportConfig) -> None:
 
 def import_(config: ImportConfig) -> None:
     """Create a run at step 0 from a model of transformers or diffusers, and print the commands that train it."""
-    from gpt4d.checkpoint import finetuning, importer
+    from gpt4d.checkpoint import importer
 
     model = importer.import_model(config.source, Path(config.out), config.tokenizer, config.adapter)
     print(f"{config.out}: imported at step 0.")
-    if first := finetuning.first_tokens(Path(config.out)):
+    if first := importer.first_tokens(Path(config.out)):
         print(
             f"Its tokenizer puts {first} before a text, so prompts and the documents of your data begin with it; "
             "data.begin_of_text=false trains without it."
         )
-    for kind, command in finetuning.commands(Path(config.out), model).items():
+    for kind, command in importer.commands(Path(config.out), model).items():
         print(f"\nTo train it on your {kind}:\n\n{command}")
 
 

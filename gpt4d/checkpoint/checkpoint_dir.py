@@ -1,23 +1,20 @@
-"""The checkpoints of a run directory: selection, metadata, manifest, and checks of a run's configuration against them.
+"""The checkpoints of a run directory: selection, metadata, and checks of a run's configuration against them.
 
 A checkpoint is written as ``checkpoints/step_00000100.partial``. Once every byte is on disk, it is committed by a
 rename that removes the suffix (``gpt4d.checkpoint.lifecycle``). Directories with a suffix are not checkpoints.
-``manifest.json`` lists the size and checksum of each file. This module does not import torch.
+This module does not import torch.
 """
 
-import errno
 import json
 import os
-import stat
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
-import xxhash
-
+from gpt4d.checkpoint.tensor_files import MANIFEST, Damaged, Files, parse_json, read_manifest
 from gpt4d.config import (
     CHECKPOINT,
     Change,
@@ -36,21 +33,12 @@ from gpt4d.model import registry
 from gpt4d.model.family import Family
 from gpt4d.optim.schedule import SCHEDULE_KEYS, check_past_rates
 from gpt4d.runs import starts
-from gpt4d.runtime.files import FileEntry, checksum, counts, sync, write_file
+from gpt4d.runtime.files import FileEntry, counts
 
-if TYPE_CHECKING:
-    from gpt4d.checkpoint.storage import Files
-
-T = TypeVar("T")
-
-META, MANIFEST = "meta.json", "manifest.json"
+META = "meta.json"
 MODEL_FILES = "config.json", GENERATION_SETTINGS  # files of an imported model that its export needs
 _FORMAT = 6
 _NEW_RUN, OTHER_INIT = "set another run.name", "set another checkpoint.init"  # remedies
-
-
-class Damaged(ConfigError):
-    """Error of a checkpoint whose files differ from the written files. The message names the file."""
 
 
 @dataclass
@@ -185,10 +173,8 @@ class Checkpoint:
         return read_manifest(self.path)
 
     @cached_property
-    def files(self) -> "Files":
+    def files(self) -> Files:
         """The stored tensors; their index is read here, their values on access."""
-        from gpt4d.checkpoint.storage import Files  # That module imports torch, which takes seconds.
-
         return Files(self.path)
 
     def documents(self, names: Iterable[str]) -> dict[str, bytes]:
@@ -353,84 +339,3 @@ def initial(config: Config) -> Checkpoint | None:
     checkpoint = Checkpoint.open(Path(os.path.expanduser(config.checkpoint.init)))
     checkpoint.check_fits(config.model, OTHER_INIT, other_positions=True)
     return checkpoint
-
-
-def write_manifest(directory: Path, entries: Mapping[str, FileEntry]) -> None:
-    """Write and sync the manifest of a directory whose files are on disk, then sync the directory."""
-    files = {name: entry._asdict() for name, entry in sorted(entries.items())}
-    document = {"files": files, "xxh3_128": _checksum(files)}
-    write_file(directory / MANIFEST, json.dumps(document, indent=1).encode())
-    sync(directory)
-
-
-def read_manifest(directory: Path) -> dict[str, FileEntry]:
-    """Return the entries by file name. Raises Damaged if the manifest is missing or its checksum does not match."""
-
-    def entries(document: dict) -> dict[str, FileEntry]:
-        if document["xxh3_128"] != _checksum(document["files"]):
-            raise ValueError("checksum mismatch")
-        if odd := [name for name in document["files"] if Path(name).name != name or not name.isprintable()]:
-            raise ValueError(f"{odd[0]!r} is not a file name in this directory")
-        return {
-            name: FileEntry(counts([entry["bytes"]])[0], str(entry["xxh3_128"]))
-            for name, entry in document["files"].items()
-        }
-
-    return parse_json(directory / MANIFEST, entries)
-
-
-def check_files(directory: Path, entries: Mapping[str, FileEntry], names: Iterable[str]) -> None:
-    """Check the named files against the sizes and checksums of their entries.
-
-    Raises Damaged on a mismatch or a missing file, ConfigError if a file cannot be read.
-    """
-    for name in names:
-        path, expected = directory / name, entries[name]
-        if Path(name).name != name:
-            raise Damaged(f"{directory / MANIFEST}: {name!r} is not a file name in this directory")
-        try:
-            with open_regular(path) as file:
-                size = os.fstat(file.fileno()).st_size
-                if size != expected.bytes:
-                    raise Damaged(f"{path}: {size:,} bytes long, but {expected.bytes:,} were written")
-                if checksum(file) != expected.xxh3_128:
-                    raise Damaged(f"{path}: damaged, checksum mismatch")
-        except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror}") from None
-
-
-def parse_json(path: Path, convert: Callable[[Any], T]) -> T:
-    """Read a checkpoint's JSON file and ``convert`` its value.
-
-    Raises Damaged if the file is missing or cannot be converted, ConfigError if it cannot be read: an unreachable disk
-    is not damage.
-    """
-    try:
-        with open_regular(path) as file:
-            return convert(json.loads(file.read()))
-    except ConfigError:
-        raise
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{path}: damaged ({type(error).__name__}: {error})") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
-
-
-def open_regular(path: Path):
-    """Open a checkpoint's file unbuffered. Raises Damaged unless it is a regular file: checkpoints may be untrusted."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except (FileNotFoundError, NotADirectoryError):
-        raise Damaged(f"{path}: missing") from None
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise Damaged(f"{path}: a link; replace it with the file itself") from None
-        raise ConfigError(f"{path}: {error.strerror}") from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise Damaged(f"{path}: not a regular file")
-    return open(descriptor, "rb", buffering=0)
-
-
-def _checksum(files: Mapping) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(files, sort_keys=True).encode())

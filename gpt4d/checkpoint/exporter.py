@@ -10,17 +10,22 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub import ModelCardData, split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from gpt4d.checkpoint import adapter_files, checkpoint_dir, model_card, storage
+import gpt4d
+from gpt4d.checkpoint import adapter_files, checkpoint_dir, storage
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.checkpoint.model_directory import adapter_of, new_directory
+from gpt4d.checkpoint.tensor_files import Files
 from gpt4d.config import ConfigError, ModelConfig, check_choice
 from gpt4d.data import tokenizers, transformers_tokenizer
 from gpt4d.model import registry
 from gpt4d.model.family import HuggingFaceAdapter
+from gpt4d.runs import starts
+from gpt4d.runtime.files import read_json_lines
+from gpt4d.runtime.writing import required_file
 from gpt4d.task.averages import PREFIX
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -73,7 +78,7 @@ def export(
         folder = directory / adapter.FOLDER
         _export_weights(files, prefix, folder, meta.model, adapter, dtype, max_file_size or _MAX_FILE_SIZE)
         description = f"{'averaged' if prefix.startswith('extra.') else 'raw'} weights, {dtype}"
-        card = model_card.model_card(checkpoint, adapter, description)
+        card = _model_card(checkpoint, adapter, description)
         (directory / "README.md").write_text(card, encoding="utf-8")
         for file in directory.rglob("*.safetensors"):  # which safetensors creates unreadable for others
             file.chmod((directory / "README.md").stat().st_mode)
@@ -94,7 +99,7 @@ def export_adapter(checkpoint: Checkpoint, out: Path, weights: str | None = None
         adapter_files.write(directory, lambda name: files.global_tensor(f"{prefix}{name}"), model)
 
 
-def _weights_prefix(files: storage.Files, weights: str | None) -> str:
+def _weights_prefix(files: Files, weights: str | None) -> str:
     """Return the prefix of the names of the weights to export."""
     averages = f"extra.{PREFIX}"
     has_averages = any(name.startswith(averages) for name in files.tensors)
@@ -106,7 +111,7 @@ def _weights_prefix(files: storage.Files, weights: str | None) -> str:
 
 
 def _export_weights(
-    files: storage.Files,
+    files: Files,
     prefix: str,
     folder: Path,
     model: ModelConfig,
@@ -183,3 +188,65 @@ def _parse_json(stored: Mapping[str, bytes], name: str, checkpoint: Path) -> dic
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _model_card(checkpoint: Checkpoint, adapter: HuggingFaceAdapter, weights: str) -> str:
+    """Return the model card of a checkpoint's model in Markdown.
+
+    Losses and commit come from the run directory that contains the checkpoint. Without a run directory, they are
+    omitted.
+    ``weights`` describes the exported weights.
+    """
+    meta, run_dir = checkpoint.meta, checkpoint.path.resolve().parents[1]
+    family = registry.of(meta.model)
+    library = adapter.CLASS.partition(".")[0]
+    data = ModelCardData(library_name=library, pipeline_tag=adapter.PIPELINE_TAG, tags=["gpt4d"])
+    description = registry.describe(meta.model)
+    facts: dict[str, Any] = {"parameters": f"{description.num_parameters:,}"}
+    if description.unused_parameters:
+        facts["active parameters"] = f"{description.active_parameters:,}"
+    facts["weights"] = weights
+    if meta.grids:
+        facts |= {"data": meta.identity.get("data", ""), "steps": f"{meta.progress.step:,}"}
+        facts[family.unit] = f"{meta.progress.units:,}"
+        facts |= _losses(run_dir, meta.progress.step) | _commit(run_dir, meta.progress.step)
+    else:
+        facts["imported from"] = meta.identity.get("data", "")
+    facts["gpt4d"] = gpt4d.__version__
+    settings = {f"model.{key}": getattr(meta.model, key) for key in family.structure} | meta.settings
+    return (
+        f"---\n{data.to_yaml()}\n---\n\n# {run_dir.name}\n\n"
+        f"A model of the family {family.name}, for {meta.task.replace('_', ' ')}, written by gpt4d.\n\n"
+        f"{_table('', '', facts)}\n"
+        f"```python\n{adapter.USAGE}```\n\n"
+        f"## Settings\n\n{_table('key', 'value', settings)}"
+    )
+
+
+def _losses(run_dir: Path, step: int) -> dict[str, str]:
+    path = run_dir / "metrics.jsonl"
+    with required_file(path):
+        lines = [line for line in read_json_lines(path) if line.get("step", step + 1) <= step]
+    found = {}
+    for name, event in (("training loss", None), ("validation loss", "validation")):
+        values = [line for line in lines if line.get("event") == event and line.get("loss") is not None]
+        if values:
+            found[name] = f"{values[-1]['loss']:.4f} at step {values[-1]['step']:,}"
+    return found
+
+
+def _commit(run_dir: Path, step: int) -> dict[str, str]:
+    """Return the commit of the last start before ``step``."""
+    commits = [start for start in starts.read(run_dir) if start.get("step", step) < step and start.get("commit")]
+    if not commits:
+        return {}
+    last = commits[-1]
+    return {"commit": last["commit"] + ("" if last.get("clean") else ", with uncommitted changes")}
+
+
+def _table(key: str, value: str, rows: Mapping[str, Any]) -> str:
+    lines = [f"| {key} | {value} |", "|---|---|"]
+    for name, content in rows.items():
+        text = " ".join(str(content).split()).replace("|", "\\|")
+        lines.append(f"| {name} | {text} |")
+    return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""Import of a model of transformers or diffusers as a run at step 0.
+"""Import of a model of transformers or diffusers as a run at step 0, and the commands that continue its training.
 
 Weights are converted tensor by tensor from file to file, so the model need not fit into memory.
 """
@@ -8,18 +8,26 @@ import itertools
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gpt4d.checkpoint import adapter_files, checkpoint_dir, lifecycle, storage, writer
+from gpt4d.checkpoint import adapter_files, checkpoint_dir, lifecycle, storage, tensor_files
+from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.checkpoint.model_directory import adapter_of, new_directory, read_json
 from gpt4d.checkpoint.source_weights import SourceWeights
-from gpt4d.config import ConfigError, ModelConfig
-from gpt4d.data import hub, tokenizers
+from gpt4d.config import ConfigError, GridSizes, ModelConfig, compose
+from gpt4d.data import hub, tokenizers, transformers_tokenizer
 from gpt4d.model import registry
 from gpt4d.model.family import HuggingFaceAdapter
+from gpt4d.planner.candidates import fewest_microbatches
+from gpt4d.planner.options import levels
+from gpt4d.planner.topology import for_devices
+from gpt4d.task import registry as tasks
+
+_MAX_LENGTH = 1024  # tokens; longer sequences need memory that few machines have
 
 
 def import_model(
@@ -68,17 +76,16 @@ def import_model(
         identity["tokenizer"] = hashlib.sha256(documents[tokenizers.FILE]).hexdigest()
     with new_directory(run_dir) as temporary:
         partial = lifecycle.begin(temporary, step=0)
-        partial.mkdir()
         read = itertools.chain(_read_tensors(weights, shapes, model, adapter), adapters.values())
         all_shapes = shapes | {name: tuple(tensor.shape) for name, tensor in adapters.items()}
-        entry, starts = writer.write_values(partial / "imported.bin", read)
-        tensors = {}
+        entry, starts = tensor_files.write_values(partial / "imported.bin", read)
+        index = {}
         for (name, shape), start in zip(all_shapes.items(), starts, strict=True):
-            chunk = storage.Chunk((0,) * len(shape), shape, "imported.bin", start)
-            tensors[f"model.{name}"] = storage.StoredTensor(torch.float32, shape, [chunk])
+            chunk = tensor_files.Chunk((0,) * len(shape), shape, "imported.bin", start)
+            index[f"model.{name}"] = tensor_files.StoredTensor(torch.float32, shape, [chunk]).to_json()
         meta = checkpoint_dir.Meta(checkpoint_dir.Progress(), model, [], family.task, identity)
         documents[checkpoint_dir.META] = meta.to_json()
-        writer.complete_directory(partial, tensors, documents, {"imported.bin": entry})
+        tensor_files.complete_directory(partial, [(index, {"imported.bin": entry})], documents)
         lifecycle.commit(partial)
     return model
 
@@ -147,3 +154,58 @@ def _download(name: str) -> Path:
     except Exception as error:  # The type depends on the cause: no such name, no permission.
         message = problem or " ".join(str(error).split())
         raise ConfigError(f"source={name}: not a directory, and the download from the hub failed ({message})") from None
+
+
+def commands(imported: Path, model: ModelConfig) -> dict[str, str]:
+    """Return the commands that train the import in ``imported`` in a separate run directory, by the kind of data.
+
+    A model with a chat template has a second command, for conversations.
+    """
+    family = registry.of(model)
+    defaults = asdict(type(model)(name=model.name, lora=model.lora, width=model.width))
+    changed = {key: value for key, value in asdict(model).items() if value != defaults[key]}
+    if not changed:  # A family without any size is not a choice of model.
+        changed = {key: getattr(model, key) for key in family.structure}
+    settings = [f"model={family.name}", *(f"model.{key}={_as_override(value)}" for key, value in changed.items())]
+    if model.lora:
+        settings += [f"lora.{key}={_as_override(value)}" for key, value in asdict(model.lora).items()]
+    most = getattr(model, "max_positions", None)  # only text models have it
+    if most:
+        settings.append(f"train.seq_len={min(most, _MAX_LENGTH)}")
+    settings += _fitting([*settings, "optim=finetune"])
+    files = Checkpoint.open(imported).model_files()
+    tokenizer = [f"data.tokenizer={imported}"] if tokenizers.FILE in files else []
+    task = tasks.get(family.task)
+    choices = {task.data: ["optim=finetune", task.own_data]}
+    if tokenizer and transformers_tokenizer.load(files, imported).chat_template:
+        choices["conversations"] = ["train=finetune", "data=chat data.path='…'"]
+    start = f"python train.py checkpoint.init={imported} run.dir={imported}-finetuned"
+    return {kind: " ".join([start, *settings, *choice, *tokenizer]) for kind, choice in choices.items()}
+
+
+def first_tokens(imported: Path) -> str:
+    """Return the tokens that the tokenizer of an import puts before a text; empty if it adds none."""
+    files = Checkpoint.open(imported).model_files()
+    if tokenizers.FILE not in files:
+        return ""
+    tokenizer = tokenizers.parse(files, imported)
+    return " ".join(str(tokenizer.id_to_token(token)) for token in tokenizers.first_tokens(tokenizer))
+
+
+def _fitting(settings: list[str]) -> list[str]:
+    """Return overrides with which a step fits on one device: the microbatch and, if necessary, recomputation."""
+    for recomputation in ([], ["train.activation_checkpointing=full"]):
+        config = compose([*settings, *recomputation])
+        config = replace(config, cluster=for_devices(config.cluster, 1))
+        if step := fewest_microbatches(levels(config)[0], (GridSizes(),)):
+            break
+    micro_batch = config.train.batch_size // step.microbatches if step else 1
+    share = [] if micro_batch == config.train.batch_size else [f"train.micro_batch_size={micro_batch}"]
+    return [*recomputation, *share]
+
+
+def _as_override(value: Any) -> str:
+    """Return a value as Hydra reads it."""
+    if value is None:
+        return "null"
+    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)

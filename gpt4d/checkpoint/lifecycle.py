@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gpt4d.checkpoint import checkpoint_dir
+from gpt4d.checkpoint.tensor_files import Damaged
 from gpt4d.config import ConfigError
 from gpt4d.runtime.files import sync
 from gpt4d.runtime.writing import warn
@@ -16,15 +17,15 @@ BEST = "best"  # link to the checkpoint with the lowest validation loss
 
 
 def begin(run_dir: Path, step: int) -> Path:
-    """Remove leftovers and return the path at which to write the checkpoint of a step.
+    """Remove leftovers, and create and return the directory in which to write the checkpoint of a step.
 
-    Raises OSError if that path has a leftover that cannot be removed.
+    Raises OSError if it cannot be created, for example because a leftover at its path cannot be removed.
     """
     partial = run_dir / "checkpoints" / (checkpoint_dir.name(step) + _PARTIAL)
     if partial.exists():
         _remove(partial)
     remove_leftovers(run_dir)
-    (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+    partial.mkdir(parents=True)
     for directory in (run_dir, run_dir.resolve().parent):
         sync(directory)
     return partial
@@ -94,7 +95,7 @@ def _best(run_dir: Path, validation_set: str) -> Path | None:
     """
     losses = {}
     for path in checkpoint_dir.committed(run_dir):
-        with suppress(checkpoint_dir.Damaged):
+        with suppress(Damaged):
             if (loss := checkpoint_dir.Checkpoint(path).meta.validation.get(validation_set)) is not None:
                 losses[path] = loss
     return min(losses, key=losses.__getitem__, default=None)

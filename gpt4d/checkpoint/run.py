@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gpt4d.checkpoint import checkpoint_dir, lifecycle, storage
-from gpt4d.checkpoint.checkpoint_dir import Checkpoint, Damaged, Meta, Progress
+from gpt4d.checkpoint.checkpoint_dir import Checkpoint, Meta, Progress
 from gpt4d.checkpoint.saving import Saver
+from gpt4d.checkpoint.tensor_files import Damaged
 from gpt4d.config import Change, ConfigError, length_key, recorded_settings
 from gpt4d.data import tokenizers
 from gpt4d.model import registry

@@ -2,9 +2,9 @@
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -12,18 +12,14 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
-from gpt4d.checkpoint import checkpoint_dir, lifecycle
-from gpt4d.checkpoint.host_memory import HostMemory
+from gpt4d.checkpoint import checkpoint_dir, lifecycle, storage, tensor_files
 from gpt4d.checkpoint.storage import LocalShard
-from gpt4d.checkpoint.writer import SavePlanner, Writer
 from gpt4d.config import CheckpointConfig, ConfigError
 from gpt4d.parallel.grid import Grid
 from gpt4d.runtime import gpu
 from gpt4d.runtime.activity import MAIN, SAVE
-from gpt4d.runtime.consensus import all_ranks_true, run_on_rank0
+from gpt4d.runtime.consensus import all_ranks_true, gather_in_group, run_on_all_ranks, run_on_rank0
 
 
 @dataclass
@@ -71,21 +67,15 @@ class Saver:
         """
         assert self._pending is None, "one save at a time"
         started = time.perf_counter()
-        copied = None
-        if self.config.async_save:
-            shards, copied = self._copy_to_host(shards)
-        values = {
-            name: (shard.stored(self.grid), shard.spec.stored_shape, shard.region(self.grid))
-            for name, shard in shards.items()
-        }
-        step = meta.progress.step
-        partial = Path(run_on_rank0(lambda: str(self._begin(step)), f"beginning to save step {step}"))
         extra = [name.removeprefix("extra.") for name in shards if name.startswith("extra.")]
         documents = {**documents, checkpoint_dir.META: replace(meta, extra=extra).to_json()}
+        shards, copied = storage.own_shards(shards, self.grid), None
+        if self.config.async_save:
+            shards, copied = self._copy_to_host(shards)
+        step = meta.progress.step
+        partial = Path(run_on_rank0(lambda: str(self._begin(step)), f"beginning to save step {step}"))
         saved = Saved(partial.with_suffix(""), meta.progress, 0.0, 0.0)
-        writer = Writer(partial, documents, lambda: self._commit(partial, saved))
-        planner = SavePlanner(values, *([copied.synchronize] if copied else []))
-        written = self._thread.submit(self._write, planner, writer, saved, started)
+        written = self._thread.submit(self._write, partial, shards, documents, copied, saved, started)
         self._pending = _PendingSave(written, copied, saved)
         if not self.config.async_save:
             written.exception()
@@ -112,7 +102,7 @@ class Saver:
         saved.blocked_s += time.perf_counter() - started
         self._pending = None
         if failure := future.exception():
-            raise self._to_user_error(failure, saved)
+            raise failure
         return saved
 
     def close(self) -> None:
@@ -120,10 +110,8 @@ class Saver:
         self._thread.shutdown()
         self._host_memory.close()
         if self._pending and (failure := self._pending.written.exception()) and self.grid.world.index == 0:
-            saved, error = self._pending.saved, self._to_user_error(failure, self._pending.saved)
             # An error of torch's collectives only means that a rank has ended.
-            cause = f" ({error!r})" if isinstance(failure, CheckpointException) else ""
-            problem = error if isinstance(error, ConfigError) else f"{saved.path} is incomplete{cause}"
+            problem = failure if isinstance(failure, ConfigError) else f"{self._pending.saved.path} is incomplete"
             print(f"error: {problem}", file=sys.stderr, flush=True)
 
     def finish(self, seconds: float) -> None:
@@ -143,39 +131,98 @@ class Saver:
         return copies, self._stream.record_event() if self._stream else None
 
     def _begin(self, step: int) -> Path:
-        try:
+        with self._user_errors(checkpoint_dir.name(step)):
             return lifecycle.begin(self.run_dir, step)
-        except OSError as error:
-            raise self._save_error(checkpoint_dir.name(step), error) from None
 
-    def _write(self, planner: SavePlanner, writer: Writer, saved: Saved, started: float) -> None:
-        with SAVE.begin(f"saving {saved.path.name}"):
-            dcp.save({}, storage_writer=writer, planner=planner, process_group=self._group)
+    def _write(
+        self,
+        partial: Path,
+        shards: Mapping[str, LocalShard],
+        documents: Mapping[str, bytes],
+        copied: torch.cuda.Event | None,
+        saved: Saved,
+        started: float,
+    ) -> None:
+        """Write the rank's ``shards`` after its GPU has ``copied`` them, and on rank 0 all other files."""
+        rank, name = self.grid.world.index, f"saving {saved.path.name}"
+
+        def write() -> tuple:
+            if copied:
+                copied.synchronize()
+            with self._user_errors(saved.path.name, f"rank {rank}: "):
+                return storage.write_shards(partial, shards, self.grid)
+
+        def complete() -> None:
+            with self._user_errors(saved.path.name, f"rank {rank}: "):
+                tensor_files.complete_directory(partial, written, documents)
+                saved.best = self._commit(partial)
+
+        try:
+            own = run_on_all_ranks(write, name, SAVE, self._group)
+            with SAVE.begin(name) as activity, activity.waiting():
+                written = gather_in_group(own, self._group, receiver=0)
+            run_on_all_ranks(complete if written else lambda: None, name, SAVE, self._group)
+        except BaseException:
+            if rank == 0:
+                with suppress(ConfigError):  # The user needs to see the first failure.
+                    lifecycle.remove_leftovers(self.run_dir)  # they may fill the disk
+            raise
         saved.seconds = time.perf_counter() - started
 
-    def _commit(self, partial: Path, saved: Saved) -> None:
+    def _commit(self, partial: Path) -> Path | None:
         config = self.config
-        saved.best = lifecycle.retain(lifecycle.commit(partial), config.keep, config.keep_every, config.keep_best)
+        return lifecycle.retain(lifecycle.commit(partial), config.keep, config.keep_every, config.keep_best)
 
-    def _to_user_error(self, failure: BaseException, saved: Saved) -> BaseException:
-        """Return the error to raise for a failed save. Its files are removed, since they may fill the disk."""
-        if self.grid.world.index == 0:
-            with suppress(ConfigError):  # The user needs to see the first failure.
-                lifecycle.remove_leftovers(self.run_dir)
-        if not isinstance(failure, CheckpointException):
-            return failure
-        rank, (error, stack) = min(failure.failures.items())
-        if isinstance(error, OSError):
-            return self._save_error(saved.path.name, error, f"rank {rank}: ")
-        if rank == self.grid.world.index:
-            error.add_note(f"{saved.path} could not be saved:\n{''.join(stack.format())}")
-            return error
-        return RuntimeError(f"{saved.path} could not be saved; rank {rank}: {error!r}")
+    @contextmanager
+    def _user_errors(self, name: str, where: str = "") -> Iterator[None]:
+        """Raise a ConfigError about the checkpoint ``name`` if the body raises OSError."""
+        try:
+            yield
+        except OSError as error:
+            newest = next(reversed(checkpoint_dir.committed(self.run_dir)), None)
+            remaining = f"the run can resume from {newest.name}" if newest else "there is no older checkpoint"
+            raise ConfigError(
+                f"run.dir={self.run_dir}: {name} could not be saved ({where}{error.strerror or error}); free "
+                f"disk space and use a file system that all nodes share; {remaining}"
+            ) from None
 
-    def _save_error(self, name: str, error: OSError, where: str = "") -> ConfigError:
-        newest = next(reversed(checkpoint_dir.committed(self.run_dir)), None)
-        remaining = f"the run can resume from {newest.name}" if newest else "there is no older checkpoint"
-        return ConfigError(
-            f"run.dir={self.run_dir}: {name} could not be saved ({where}{error.strerror or error}); free "
-            f"disk space and use a file system that all nodes share; {remaining}"
-        )
+
+class HostMemory:
+    """Tensors in host memory by name, in one block per dtype.
+
+    For a GPU the blocks are pinned, so that it copies to them concurrently with the computation. torch's own allocator
+    of pinned memory rounds each allocation up to a power of two, which takes up to twice the memory.
+
+    Args:
+        pinned: pin the memory.
+    """
+
+    def __init__(self, pinned: bool):
+        self.pinned = pinned
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._blocks: list[torch.Tensor] = []
+
+    def like(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return host tensors with the shapes and dtypes of ``tensors``. A name has the same tensor in each call."""
+        new = {name: tensor for name, tensor in tensors.items() if name not in self._tensors}
+        for dtype in dict.fromkeys(tensor.dtype for tensor in new.values()):
+            own = {name: tensor for name, tensor in new.items() if tensor.dtype == dtype}
+            sizes = [tensor.numel() for tensor in own.values()]
+            block = self._allocate(sum(sizes), dtype)
+            for (name, tensor), part in zip(own.items(), block.split(sizes), strict=True):
+                self._tensors[name] = part.view(tensor.shape)
+        return {name: self._tensors[name] for name in tensors}
+
+    def _allocate(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        block = torch.empty(elements, dtype=dtype)
+        if self.pinned and elements:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.nbytes, 0))
+            self._blocks.append(block)
+        return block
+
+    def close(self) -> None:
+        """Unpin the memory. No copy may be in flight."""
+        for block in self._blocks:
+            torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
+        self._blocks.clear()
+        self._tensors.clear()

@@ -1,165 +1,28 @@
-"""The stored tensors of a checkpoint: their file format, their verification, and their loading on any grid.
+"""The tensors of a run in a checkpoint: which rank writes them, their verification, and their loading on any grid."""
 
-Each rank writes one file of raw values, ``rank_00003.bin``. The index ``tensors.json`` lists for each global tensor its
-dtype, shape and chunks, each with its file and byte offset. The index contains no ranks or grids, so a rank of any grid
-reads the region it needs without more planning. There are no pickles.
-"""
-
-import math
-import os
+import itertools
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
-from gpt4d.checkpoint import checkpoint_dir
-from gpt4d.checkpoint.checkpoint_dir import Checkpoint, Damaged
+from gpt4d.checkpoint import checkpoint_dir, tensor_files
+from gpt4d.checkpoint.checkpoint_dir import Checkpoint
+from gpt4d.checkpoint.tensor_files import MANIFEST, TENSORS, Chunk, Damaged, Files, Region, StoredTensor
 from gpt4d.config import ConfigError, ModelConfig
 from gpt4d.data import tokenizers
 from gpt4d.model import registry
 from gpt4d.optim.optimizer import Optimizer
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layout import ParameterSpec
-from gpt4d.runtime import activity
 from gpt4d.runtime.consensus import run_on_all_ranks
-from gpt4d.runtime.files import FileEntry, counts
+from gpt4d.runtime.files import FileEntry
 from gpt4d.task.averages import PREFIX
 
-TENSORS = "tensors.json"
-Region = tuple[tuple[int, int], ...]  # (start, stop) along each dim of a global tensor
-_DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 _STATES = {"exp_avg", "exp_avg_sq"}, {"momentum"}  # of AdamW and of Muon; a counter is the run's number of updates
-
-
-class Chunk(NamedTuple):
-    """A region of a global tensor, and the file and offset of its values."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-    start: int  # byte offset
-
-
-@dataclass
-class StoredTensor:
-    """A global tensor on disk."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    chunks: list[Chunk]
-
-    def to_json(self) -> dict:
-        return {"dtype": str(self.dtype).removeprefix("torch."), "shape": self.shape, "chunks": self.chunks}
-
-    @classmethod
-    def from_json(cls, values: dict) -> "StoredTensor":
-        shape, chunks = counts(values["shape"]), []
-        for offsets, sizes, file, start in values["chunks"]:
-            chunk = Chunk(counts(offsets), counts(sizes), file, *counts([start]))
-            if not (len(chunk.offsets) == len(chunk.sizes) == len(shape) and isinstance(file, str)):
-                raise ValueError(f"{chunk} does not match a tensor of shape {shape}")
-            chunks.append(chunk)
-        return cls(_DTYPES[values["dtype"]], shape, chunks)
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def problem(self) -> str | None:
-        """Return why the chunks do not cover the tensor exactly once, or None if they do."""
-        if sum(math.prod(chunk.sizes) for chunk in self.chunks) != math.prod(self.shape):
-            return "the chunks and the tensor differ in their number of elements"
-        if not all(math.prod(chunk.sizes) for chunk in self.chunks):
-            return "a chunk is empty"
-        starts = np.array([chunk.offsets for chunk in self.chunks])
-        stops = starts + np.array([chunk.sizes for chunk in self.chunks])
-        if (stops > np.array(self.shape)).any():
-            return "a chunk exceeds the tensor's shape"
-        return "two chunks overlap" if len(self.chunks) > 1 and _overlap(starts, stops) else None
-
-
-def _overlap(starts: np.ndarray, stops: np.ndarray) -> bool:
-    """Return whether two of n boxes have a common element. ``starts`` and ``stops`` (exclusive) are [n, dims]."""
-    dim = max(range(starts.shape[1]), key=lambda dim: len(np.unique(starts[:, dim])))  # leaves the fewest pairs
-    order = starts[:, dim].argsort()
-    starts, stops = starts[order], stops[order]
-    ends = np.searchsorted(starts[:, dim], stops[:, dim])  # boxes from here on begin after the box's end
-    for box in np.flatnonzero(ends > np.arange(len(ends)) + 1).tolist():
-        later = slice(box + 1, ends[box])
-        if ((starts[box] < stops[later]) & (starts[later] < stops[box])).all(-1).any():
-            return True
-    return False
-
-
-class Files:
-    """The tensors of a checkpoint directory, memory-mapped, so that values are loaded on access.
-
-    Methods raise Damaged, naming the file, if a file does not match ``tensors.json``.
-    """
-
-    def __init__(self, directory: Path):
-        self.directory = directory
-        self._mapped: dict[str, torch.Tensor] = {}
-        self.tensors = checkpoint_dir.parse_json(
-            directory / TENSORS, lambda values: {name: StoredTensor.from_json(t) for name, t in values.items()}
-        )
-
-    def check(self, name: str, entries: Mapping[str, FileEntry]) -> None:
-        """Raise Damaged unless the tensor's chunks lie in files of the manifest and cover it exactly once."""
-        tensor = self.tensors[name]
-        problem = tensor.problem()
-        for chunk in tensor.chunks:
-            if chunk.file not in entries:
-                problem = f"{chunk.file!r} is not listed in the manifest"
-            else:
-                self.chunk_values(tensor, chunk)
-        if problem:
-            raise Damaged(f"{self.directory / TENSORS}: {name}: {problem}")
-
-    def chunk_values(self, tensor: StoredTensor, chunk: Chunk) -> torch.Tensor:
-        """Return a chunk as a read-only view of its file."""
-        end = chunk.start + math.prod(chunk.sizes) * tensor.dtype.itemsize
-        values = self._bytes(chunk.file)[chunk.start : end]
-        if chunk.start % tensor.dtype.itemsize or len(values) != end - chunk.start:
-            raise Damaged(f"{self.directory / TENSORS}: a chunk lies outside {chunk.file}")
-        return values.view(tensor.dtype).view(chunk.sizes)
-
-    def global_tensor(self, name: str) -> torch.Tensor:
-        """Return a global tensor, loaded into memory."""
-        tensor = self.tensors[name]
-        result = torch.empty(tensor.shape, dtype=tensor.dtype)
-        self.read(name, tuple((0, extent) for extent in tensor.shape), result)
-        return result
-
-    def read(self, name: str, region: Region, into: torch.Tensor) -> None:
-        """Fill ``into`` with a region of a global tensor, from all chunks that overlap the region."""
-        tensor, elements_read = self.tensors[name], 0
-        for chunk in tensor.chunks:
-            ends = zip(region, chunk.offsets, chunk.sizes, strict=True)
-            common = [(max(start, o), min(stop, o + size)) for (start, stop), o, size in ends]
-            if all(start < stop for start, stop in common):
-                source = tuple(slice(a - o, b - o) for (a, b), o in zip(common, chunk.offsets, strict=True))
-                target = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(common, region, strict=True))
-                into[target] = self.chunk_values(tensor, chunk)[source]
-                activity.progress()
-                elements_read += math.prod(b - a for a, b in common)
-        if elements_read != into.numel():
-            raise Damaged(f"{self.directory / TENSORS}: the chunks of {name} do not cover it")
-
-    def _bytes(self, name: str) -> torch.Tensor:
-        if name not in self._mapped:
-            path = self.directory / name
-            if path.parent != self.directory:
-                raise Damaged(f"{self.directory / TENSORS}: {name!r} is not a file name in this directory")
-            with checkpoint_dir.open_regular(path) as file:
-                size = os.fstat(file.fileno()).st_size
-            self._mapped[name] = torch.from_file(str(path), size=size, dtype=torch.uint8)
-        return self._mapped[name]
 
 
 class LocalShard(NamedTuple):
@@ -206,6 +69,42 @@ def _weights(model: nn.Module) -> dict[str, LocalShard]:
     """Return this rank's shards of all weights by their names on disk."""
     parameters: dict[str, Any] = dict(model.named_parameters())  # nn.Parameter with the attribute spec
     return {f"model.{name}": LocalShard(p.detach(), p.spec) for name, p in parameters.items()}
+
+
+def own_shards(shards: Mapping[str, LocalShard], grid: Grid) -> dict[str, LocalShard]:
+    """Return the shards that this rank saves. Of the ranks with equal shards, the one with the fewest bytes saves them.
+
+    Empty shards are left out. Ranks whose shards of a tensor are equal have equal shards of all tensors that the same
+    axes replicate, so they compute the same bytes without communication.
+    """
+    sizes, own = grid.sizes._asdict(), dict[str, LocalShard]()
+    nbytes: dict[tuple[str, ...], dict[tuple[int, ...], int]] = {}  # per replica, by the axes that replicate
+    for name, shard in shards.items():
+        axes = tuple(axis for axis, size in sizes.items() if size > 1 and axis not in shard.spec.layout.axes)
+        replicas = nbytes.setdefault(axes, dict.fromkeys(itertools.product(*(range(sizes[axis]) for axis in axes)), 0))
+        writer = min(replicas, key=replicas.__getitem__)
+        replicas[writer] += shard.local.nbytes
+        if writer == tuple(grid[axis].index for axis in axes) and shard.stored(grid).numel():
+            own[name] = shard
+    return own
+
+
+def write_shards(
+    directory: Path, shards: Mapping[str, LocalShard], grid: Grid
+) -> tuple[dict[str, dict], dict[str, FileEntry]]:
+    """Write the shards that this rank saves to a file. Return their index, and the file's entry by its name.
+
+    Both are empty if there are no shards.
+    """
+    if not shards:
+        return {}, {}
+    file, index = f"rank_{grid.world.index:05}.bin", {}
+    entry, starts = tensor_files.write_values(directory / file, (shard.stored(grid) for shard in shards.values()))
+    for (name, shard), start in zip(shards.items(), starts, strict=True):
+        region = shard.region(grid)
+        chunk = Chunk(tuple(first for first, _ in region), tuple(stop - first for first, stop in region), file, start)
+        index[name] = StoredTensor(shard.local.dtype, shard.spec.stored_shape, [chunk]).to_json()
+    return index, {file: entry}
 
 
 def load(
@@ -312,7 +211,7 @@ def verify(checkpoint: Checkpoint, index: int = 0, of: int = 1) -> None:
     if unknown:
         raise Damaged(f"{directory / TENSORS}: {min(unknown)} is not a tensor of this model")
     if "tokenizer" in meta.identity and tokenizers.FILE not in checkpoint.manifest:
-        raise Damaged(f"{directory / checkpoint_dir.MANIFEST}: {tokenizers.FILE} is not listed")
+        raise Damaged(f"{directory / MANIFEST}: {tokenizers.FILE} is not listed")
 
 
 def verify_files(checkpoint: Checkpoint, index: int = 0, of: int = 1) -> None:
@@ -320,8 +219,8 @@ def verify_files(checkpoint: Checkpoint, index: int = 0, of: int = 1) -> None:
     entries = checkpoint.manifest
     for name in (checkpoint_dir.META, TENSORS):
         if name not in entries:
-            raise Damaged(f"{checkpoint.path / checkpoint_dir.MANIFEST}: {name} is not listed")
-    checkpoint_dir.check_files(checkpoint.path, entries, sorted(entries)[index::of])
+            raise Damaged(f"{checkpoint.path / MANIFEST}: {name} is not listed")
+    tensor_files.check_files(checkpoint.path, entries, sorted(entries)[index::of])
     files = checkpoint.files
     for name in sorted(files.tensors)[index::of]:
         files.check(name, entries)

@@ -5,7 +5,6 @@ Values are sent as JSON, never as pickles, so that a message cannot execute code
 
 import json
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -13,31 +12,34 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from gpt4d.runtime.activity import MAIN
+from gpt4d.runtime.activity import MAIN, Track
 from gpt4d.runtime.errors import ConfigError
 
 T = TypeVar("T")
 KEEPALIVE_S = 60.0
 
 
-def run_on_all_ranks(work: Callable[[], T], name: str) -> T:
+def run_on_all_ranks(
+    work: Callable[[], T], name: str, track: Track = MAIN, group: dist.ProcessGroup | None = None
+) -> T:
     """Return this rank's ``work()`` once it has succeeded on every rank. If it fails on any rank, all ranks raise.
 
-    ``name``: name of the work in reports ("loading the checkpoint"), as in all functions of this module.
+    The first rank that fails raises its exception. All other ranks raise the same ConfigError, or a RuntimeError.
+
+    ``name``: name of the work in reports ("loading the checkpoint"), as in all functions of this module. A thread other
+    than the main thread has its own ``track`` and ``group``.
     """
     error: Exception | None = None
-    with MAIN.begin(name) as activity:
+    with track.begin(name) as activity:
         try:
             result = work()
-        except ConfigError as raised:
-            error = raised
         except Exception as raised:
-            traceback.print_exc()
-            error = RuntimeError(f"rank {dist.get_rank()} failed: {raised!r}")
+            error = raised
         with activity.waiting():
-            errors = gather_in_group(error and _error_to_json(error))
-    for first_error in filter(None, errors):
-        raise _error_from_json(first_error)
+            errors = gather_in_group(error and _error_to_json(error), group)
+    for rank, first_error in enumerate(errors):
+        if first_error:
+            raise error if error and rank == dist.get_rank() else _error_from_json(first_error)
     return result
 
 
@@ -50,12 +52,13 @@ def all_gather_json(value: Any, name: str) -> list[Any]:
         return gather_in_group(value)
 
 
-def gather_in_group(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def gather_in_group(value: Any, group: dist.ProcessGroup | None = None, receiver: int | None = None) -> list[Any]:
     """Return the ``value`` of every rank of ``group``, in rank order. The watchdog does not observe this call.
 
     Args:
         value: as for ``all_gather_json``.
         group: ranks with a backend for the CPU; None for all ranks of the job. All its ranks must call this.
+        receiver: the only rank of the job that receives the values, all other ranks return []; None for all ranks.
     """
     content = _encode(value)
     sizes = [torch.empty(1, dtype=torch.long) for _ in range(dist.get_world_size(group))]
@@ -63,9 +66,12 @@ def gather_in_group(value: Any, group: dist.ProcessGroup | None = None) -> list[
     longest = int(max(sizes))
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: len(content)] = content
-    contents = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(contents, padded, group)
-    return [_decode(received[: int(size)]) for received, size in zip(contents, sizes, strict=True)]
+    contents = [torch.empty_like(padded) for _ in sizes] if receiver in (None, dist.get_rank()) else []
+    if receiver is None:
+        dist.all_gather(contents, padded, group)
+    else:
+        dist.gather(padded, contents or None, receiver, group)
+    return [_decode(received[: int(size)]) for received, size in zip(contents, sizes, strict=False)]
 
 
 def all_ranks_true(flag: bool, name: str) -> bool:
@@ -91,10 +97,9 @@ def run_on_rank0(work: Callable[[], T], name: str) -> T:
             with _keepalive_broadcasts():
                 try:
                     outcome = [work(), None]
-                except ConfigError as raised:
-                    outcome = [None, _error_to_json(raised)]
                 except BaseException as raised:
-                    outcome, failure = [None, _error_to_json(RuntimeError(f"rank 0 failed: {raised!r}"))], raised
+                    outcome = [None, _error_to_json(raised)]
+                    failure = None if isinstance(raised, ConfigError) else raised
         with activity.waiting():
             while (received := broadcast_from_rank0(outcome)) is None:
                 pass  # None is a keepalive
@@ -125,8 +130,10 @@ def _decode(content: torch.Tensor) -> Any:
     return json.loads(content.numpy().tobytes())
 
 
-def _error_to_json(error: Exception) -> list[str]:
-    return [type(error).__name__, str(error)]
+def _error_to_json(error: BaseException) -> list[str]:
+    """Return the class and the message with which other ranks raise this rank's error."""
+    known = isinstance(error, ConfigError)
+    return [type(error).__name__, str(error) if known else f"rank {dist.get_rank()} failed: {error!r}"]
 
 
 def _error_from_json(error: list[str]) -> Exception:

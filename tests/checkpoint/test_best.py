@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from gpt4d.checkpoint import checkpoint_dir, lifecycle
+from gpt4d.checkpoint import checkpoint_dir, lifecycle, tensor_files
 from gpt4d.checkpoint.checkpoint_dir import META, Checkpoint, Meta
+from gpt4d.checkpoint.tensor_files import Damaged
 from gpt4d.config import ConfigError
 from gpt4d.validation import validate
 from tests.support.checkpoints import meta, names
@@ -105,7 +106,7 @@ def test_no_checkpoint_is_removed_while_a_loss_cannot_be_read(tmp_path, monkeypa
         def fail(path):
             raise ConfigError(f"{path}: {os.strerror(errno.EIO)}")
 
-        patch.setattr(checkpoint_dir, "open_regular", fail)
+        patch.setattr(tensor_files, "open_regular", fail)
         assert lifecycle.retain(newest, 1, None, "books") is None
     assert steps(tmp_path) == [1, 2, 3]
     assert "the best checkpoint is not known (" in capsys.readouterr().err
@@ -132,7 +133,7 @@ def test_metadata_with_a_loss_that_is_no_number_are_damaged(tmp_path):
     assert Meta.read(directory).validation == {"books": 1.0}
     text = (directory / META).read_text().replace('"books": 1.0', '"books": "low"')
     (directory / META).write_text(text)
-    with pytest.raises(checkpoint_dir.Damaged, match="validation="):
+    with pytest.raises(Damaged, match="validation="):
         Meta.read(directory)
 
 

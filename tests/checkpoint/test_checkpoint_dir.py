@@ -9,7 +9,8 @@ from unittest import mock
 import pytest
 
 from gpt4d.checkpoint import checkpoint_dir
-from gpt4d.checkpoint.checkpoint_dir import Checkpoint, Damaged
+from gpt4d.checkpoint.checkpoint_dir import Checkpoint
+from gpt4d.checkpoint.tensor_files import Damaged
 from gpt4d.config import ConfigError
 from gpt4d.model import registry
 from gpt4d.model.gpt2 import GPT2Config

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt4d.checkpoint import checkpoint_dir, storage
+from gpt4d.checkpoint import checkpoint_dir, storage, tensor_files
 from gpt4d.checkpoint.__main__ import main
-from gpt4d.checkpoint.checkpoint_dir import Checkpoint, Damaged
+from gpt4d.checkpoint.checkpoint_dir import Checkpoint
+from gpt4d.checkpoint.tensor_files import Damaged
 from gpt4d.config import ConfigError, GridSizes
 from gpt4d.runtime.files import FileEntry, write_file
 from tests.support.checkpoints import names, save_state
@@ -85,7 +86,7 @@ def test_any_damage_to_any_file_is_reported_by_file_name(copy, capsys, name, dam
 
 def rewrite(directory, change_index=None, change_entries=None):
     """Change the index or the manifest of a checkpoint, and update its manifest, as an attacker could."""
-    entries = checkpoint_dir.read_manifest(directory)
+    entries = tensor_files.read_manifest(directory)
     if change_index:
         index = json.loads((directory / "tensors.json").read_text())
         change_index(index)
@@ -94,7 +95,7 @@ def rewrite(directory, change_index=None, change_entries=None):
     if change_entries:
         change_entries(entries)
     (directory / "manifest.json").unlink()
-    checkpoint_dir.write_manifest(directory, entries)
+    tensor_files.write_manifest(directory, entries)
 
 
 NAME, UNKNOWN = "model.blocks.0.mlp.up.weight", "model.blocks.7.mlp.up.weight"
@@ -144,10 +145,10 @@ def test_a_manifest_with_a_name_that_no_file_has_or_without_the_tokenizer_is_dam
 
 def test_chunks_cover_a_tensor_once_whatever_their_order():
     places = [((row, 2 * column), (1, 2)) for row in range(30) for column in range(20)][::-1]
-    chunks = [storage.Chunk(offsets, sizes, "rank_00000.bin", 0) for offsets, sizes in places]
-    assert storage.StoredTensor(torch.float32, (30, 40), chunks).problem() is None
+    chunks = [tensor_files.Chunk(offsets, sizes, "rank_00000.bin", 0) for offsets, sizes in places]
+    assert tensor_files.StoredTensor(torch.float32, (30, 40), chunks).problem() is None
     chunks[7] = chunks[7]._replace(offsets=chunks[8].offsets)
-    assert storage.StoredTensor(torch.float32, (30, 40), chunks).problem() == "two chunks overlap"
+    assert tensor_files.StoredTensor(torch.float32, (30, 40), chunks).problem() == "two chunks overlap"
 
 
 def test_checkpoints_contain_no_pickles_and_none_is_opened(pristine, monkeypatch):
@@ -166,7 +167,7 @@ def test_checkpoints_contain_no_pickles_and_none_is_opened(pristine, monkeypatch
 
 def test_manifest_with_paths_outside_the_directory_is_rejected(tmp_path):
     with pytest.raises(Damaged, match="not a file name in this directory"):
-        checkpoint_dir.check_files(tmp_path, {"../other": FileEntry(0, "")}, ["../other"])
+        tensor_files.check_files(tmp_path, {"../other": FileEntry(0, "")}, ["../other"])
 
 
 def test_run_resumes_from_the_newest_intact_checkpoint_and_reports_it(ranks, tiny):

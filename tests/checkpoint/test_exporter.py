@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 import gpt4d
-from gpt4d.checkpoint import exporter, finetuning, storage
+from gpt4d.checkpoint import exporter, importer, tensor_files
 from gpt4d.checkpoint.__main__ import main
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import ConfigError, GridSizes
@@ -124,8 +124,8 @@ def test_impossible_weights_are_rejected_and_leave_no_files(run, tmp_path, monke
     ]
     assert not wrong_messages(cases, lambda setting: export(run, tmp_path / "out", setting))
     assert not any(tmp_path.iterdir())
-    read = storage.Files.global_tensor
-    monkeypatch.setattr(storage.Files, "global_tensor", lambda files, name: read(files, name) * 1e9)
+    read = tensor_files.Files.global_tensor
+    monkeypatch.setattr(tensor_files.Files, "global_tensor", lambda files, name: read(files, name) * 1e9)
     with pytest.raises(ConfigError, match=r"dtype=float16: transformer\.wte\.weight has values beyond its range"):
         export(run, tmp_path / "out", "dtype=float16")
 
@@ -159,8 +159,8 @@ def test_import_of_an_export_has_equal_weights_and_can_be_trained(ranks, any_run
 def test_a_fine_tuning_command_fits_in_the_memory_of_a_device(run, monkeypatch):
     words = {}
     for gib in (8, 40, 160):
-        monkeypatch.setattr(finetuning, "for_devices", lambda cluster, _, gib=gib: replace(cluster, memory_gib=gib))
-        command = next(iter(finetuning.commands(Path(run.run.dir), configured(["model=llama_1b"]).model).values()))
+        monkeypatch.setattr(importer, "for_devices", lambda cluster, _, gib=gib: replace(cluster, memory_gib=gib))
+        command = next(iter(importer.commands(Path(run.run.dir), configured(["model=llama_1b"]).model).values()))
         assert "train.seq_len=1024" in command
         words[gib] = re.findall(r"train\.(?:activation_checkpointing|micro_batch_size)=\w+", command)
     assert words[160] == []

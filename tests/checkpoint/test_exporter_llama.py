@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gpt4d.checkpoint import checkpoint_dir, exporter, importer
+from gpt4d.checkpoint import exporter, importer, tensor_files
 from gpt4d.checkpoint.__main__ import main
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import ConfigError, tokenizer_file
@@ -172,10 +172,10 @@ def test_an_export_of_a_damaged_file_that_the_manifest_lists_is_one_line(paths, 
         values = json.loads((directory / name).read_bytes())
         values["model"]["vocab"]["far"] = 2**31
         content = json.dumps(values).encode()
-    entries = checkpoint_dir.read_manifest(directory)
+    entries = tensor_files.read_manifest(directory)
     for file in (name, "manifest.json"):
         (directory / file).unlink()
-    checkpoint_dir.write_manifest(directory, entries | {name: write_file(directory / name, content)})
+    tensor_files.write_manifest(directory, entries | {name: write_file(directory / name, content)})
     with pytest.raises(ConfigError, match=message):
         exporter.export(Checkpoint(directory), out)
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpt4d.checkpoint.host_memory import HostMemory
+from gpt4d.checkpoint.saving import HostMemory
 
 TENSORS = {
     "weight": torch.randn(300, 7),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt4d.checkpoint import exporter, finetuning, importer
+from gpt4d.checkpoint import exporter, importer
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import GridSizes
 from gpt4d.data.corpus import corpus as prepared
@@ -91,7 +91,7 @@ def test_the_export_of_a_trained_import_has_its_validation_loss(ranks, tiny, tmp
 
     save(tmp_path / "source", replace(source, vocab_size=300, experts=6))
     model = importer.import_model(str(tmp_path / "source"), tmp_path / "import", "none")
-    command = next(iter(finetuning.commands(tmp_path / "import", model).values()))
+    command = next(iter(importer.commands(tmp_path / "import", model).values()))
     words = [word for word in command.split() if word.startswith(("model", "checkpoint.init="))]
     config = tiny(
         "model.vocab_multiple=1", *words, "train.batch_size=4", "train.steps=3", "train.validate_every=3",

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpt4d.checkpoint import checkpoint_dir, saving, storage, writer
-from gpt4d.checkpoint.host_memory import HostMemory
+from gpt4d.checkpoint import checkpoint_dir, saving, storage, tensor_files
+from gpt4d.checkpoint.saving import HostMemory
 from gpt4d.config import CheckpointConfig, ConfigError, GridSizes
 from gpt4d.training.trainer import Trainer
 from gpt4d.validation import validate
@@ -26,13 +26,13 @@ GRID = GridSizes(1, 1, 2)
 def change_while_writing(run_dir):
     """Change the parameters on a rank after the save has started and before it writes."""
     model, optimizer = build(GRID)
-    changed, write = threading.Event(), writer.write_values
+    changed, write = threading.Event(), tensor_files.write_values
 
     def write_late(path, tensors):
         assert changed.wait(60)
         return write(path, tensors)
 
-    writer.write_values = write_late
+    tensor_files.write_values = write_late
     saver = saving.Saver(CheckpointConfig(async_save=True), run_dir, model.context.grid)
     try:
         saver.start(meta(1), storage.parts(model, optimizer), DOCUMENTS)
@@ -43,14 +43,14 @@ def change_while_writing(run_dir):
         changed.set()
         return saver.finished(wait=True)
     finally:
-        writer.write_values = write
+        tensor_files.write_values = write
         saver.close()
 
 
 def test_saved_values_are_those_at_the_start_of_the_save(ranks, tmp_path):
     saved = ranks.run(2, change_while_writing, tmp_path)[0]
     assert saved.progress.step == 1 and saved.blocked_s > 0
-    files = storage.Files(saved.path)
+    files = tensor_files.Files(saved.path)
     for name, parameter in build_model(MODEL, GridSizes(), torch.float32, seed=7).named_parameters():
         assert torch.equal(files.global_tensor(f"model.{name}"), parameter.detach())
 
@@ -78,7 +78,7 @@ def test_staging_buffers_are_reused_by_every_save(ranks, tmp_path):
 def fail_on_the_second_rank(run_dir, async_save):
     """Save twice; the second time, the disk of rank 1 is full. Returns this rank's error message."""
     model, optimizer = build(GRID)
-    write = writer.write_values
+    write = tensor_files.write_values
 
     def fail_if_full(path, tensors):
         if path.parent.name.startswith("step_00000002") and path.name == "rank_00001.bin":
@@ -86,7 +86,7 @@ def fail_on_the_second_rank(run_dir, async_save):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         return write(path, tensors)
 
-    writer.write_values = fail_if_full
+    tensor_files.write_values = fail_if_full
     saver = saving.Saver(CheckpointConfig(async_save=async_save), run_dir, model.context.grid)
     try:
         for step in (1, 2):
@@ -96,7 +96,7 @@ def fail_on_the_second_rank(run_dir, async_save):
     except ConfigError as error:
         return str(error)
     finally:
-        writer.write_values = write
+        tensor_files.write_values = write
         saver.close()
 
 

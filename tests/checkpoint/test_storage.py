@@ -96,15 +96,16 @@ def test_any_grid_reads_bit_by_bit_what_another_wrote(ranks, tmp_path):
 
 
 @pytest.mark.parametrize("writer", [full(GridSizes(2, 2, 2)), GridSizes(1, 1, 1, 4)], ids=grid_name)
-def test_files_hold_each_value_of_each_tensor_once(ranks, tmp_path, writer):
+def test_files_of_similar_size_hold_each_value_of_each_tensor_once(ranks, tmp_path, writer):
     ranks.run(writer.devices, save_state, writer, False, tmp_path)
     files = Checkpoint.open(tmp_path).files
     expected = expected_tensors()
     assert files.tensors.keys() == expected.keys()
     assert [tensor.problem() for tensor in files.tensors.values() if tensor.problem()] == []
-    on_disk = sum(path.stat().st_size for path in files.directory.glob("rank_*.bin"))
-    values = sum(tensor.nbytes for tensor in files.tensors.values())
-    assert on_disk == pytest.approx(values, rel=0.1)  # the rest is alignment padding
+    on_disk = [path.stat().st_size for path in files.directory.glob("rank_*.bin")]
+    values = [tensor.nbytes for tensor in files.tensors.values()]
+    assert sum(on_disk) == pytest.approx(sum(values), rel=0.1)  # the rest is alignment padding
+    assert len(on_disk) == writer.devices and max(on_disk) - min(on_disk) <= max(values)
     for name, tensor in expected.items():
         assert torch.equal(files.global_tensor(name), tensor)
 

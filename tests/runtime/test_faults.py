@@ -19,7 +19,7 @@ from tests.support.jobs import LaunchedJob, ended_job
 GRID = ["parallel.gz=2", "checkpoint.every=3", "checkpoint.keep=2", "train.steps=8"]
 HANGS = ["parallel.gz=2", "parallel.timeout_s=1"]
 KILL = functools.partial(kill, signal.SIGKILL)
-WRITE, STARTUP = ("gpt4d.checkpoint.writer", "Writer.write_data"), ("gpt4d.runtime.hangs", "STARTUP_S")
+WRITE, STARTUP = ("gpt4d.checkpoint.storage", "write_shards"), ("gpt4d.runtime.hangs", "STARTUP_S")
 DOG = r"error: rank {} on \S+ failed: ValueError: the dog ate it\n$"
 
 
@@ -110,21 +110,21 @@ def test_an_exception_on_one_rank_ends_all_and_rank_0_prints_it(ranks, tiny):
 
 def fail_during_a_save(ends, run_dir, rank):
     """Rank 1 fails in step 4 while rank 0 saves step 3, until the error is recorded or, unless it ``ends``, forever."""
-    from gpt4d.checkpoint.writer import Writer
+    from gpt4d.checkpoint import storage
     from gpt4d.runtime import job
 
     shorten_timeouts()
     job.SAVE_S = 30.0 if ends else 1.0
-    write, log = Writer.write_data, pathlib.Path(run_dir, "metrics.jsonl")
+    write, log = storage.write_shards, pathlib.Path(run_dir, "metrics.jsonl")
 
-    def write_slowly(self, plan, planner):
+    def write_slowly(*arguments):
         while not (ends and '"failed"' in log.read_text()):
             time.sleep(0.02)
             activity.progress()
-        return write(self, plan, planner)
+        return write(*arguments)
 
     if rank == 0:
-        Writer.write_data = write_slowly
+        storage.write_shards = write_slowly
     else:
         at_step(4, fail)
 

@@ -16,10 +16,10 @@ from tests.support.faults import PHASES, Fault, block, replace_function, shorten
 from tests.support.grids import full
 from tests.support.jobs import ended_job
 
-WRITER = "gpt4d.checkpoint.writer"
+STORAGE = "gpt4d.checkpoint.storage"
 
 
-def save_forever(self, plan, planner):
+def save_forever(*_):
     for _ in itertools.repeat(None):
         time.sleep(0.05)
         activity.progress()
@@ -27,7 +27,7 @@ def save_forever(self, plan, planner):
 
 def save_forever_elsewhere(target: int, rank: int) -> None:
     """Hang in the update of rank ``target`` while the other rank saves."""
-    Fault(1 - target, save_forever, (WRITER, "Writer.write_data"))(rank)
+    Fault(1 - target, save_forever, (STORAGE, "write_shards"))(rank)
     Fault(target, block, PHASES["pending save"][:2], 5)(rank)
 
 
@@ -51,9 +51,9 @@ def test_a_hang_outside_the_collectives_names_the_rank_and_what_the_others_wait_
     assert output.count("error:") == 1 and "Traceback" not in output
 
 
-def work_slowly(function: str, rank: int) -> None:
+def work_slowly(module: str, function: str, rank: int) -> None:
     shorten_timeouts()
-    original = getattr(importlib.import_module(WRITER).Writer, function)
+    original = getattr(importlib.import_module(module), function)
 
     def slow(*arguments, **options):
         for _ in range(100):
@@ -62,14 +62,16 @@ def work_slowly(function: str, rank: int) -> None:
         return original(*arguments, **options)
 
     if rank == 0:
-        replace_function(WRITER, f"Writer.{function}", slow)
+        replace_function(module, function, slow)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("function", ["write_data", "finish"])
-def test_a_slow_save_that_makes_progress_is_not_a_hang(ranks, tiny, function):
+@pytest.mark.parametrize(
+    ("module", "function"), [(STORAGE, "write_shards"), ("gpt4d.checkpoint.tensor_files", "complete_directory")]
+)
+def test_a_slow_save_that_makes_progress_is_not_a_hang(ranks, tiny, module, function):
     config = tiny("parallel.gz=2", "parallel.timeout_s=2", "train.steps=3")
-    ended_job(ranks.context, config, [0, 0], functools.partial(work_slowly, function))
+    ended_job(ranks.context, config, [0, 0], functools.partial(work_slowly, module, function))
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ STEP = {
     ("gpt4d/optim/monitor.py", "PendingMetrics.read"),  # the metrics of the previous step
     ("gpt4d/optim/monitor.py", "all_finite"),
     ("gpt4d/parallel/layers/experts.py", "rows_per_rank"),
-    ("gpt4d/checkpoint/writer.py", "SavePlanner.create_local_plan"),  # the thread that writes the checkpoint
+    ("gpt4d/checkpoint/saving.py", "Saver._write.<locals>.write"),  # the thread that writes the checkpoint
 }
 # Before the first step, and in the first call of functions with a cache.
 FIRST = {
@@ -19,7 +19,7 @@ FIRST = {
 }
 # Between steps: validation losses, communication times of a logged step, samples, and checkpoints that are loaded.
 BETWEEN_STEPS = {
-    ("gpt4d/checkpoint/storage.py", "Files.read"),
+    ("gpt4d/checkpoint/tensor_files.py", "Files.read"),
     ("gpt4d/parallel/comm/stats.py", "seconds_between"),
     ("gpt4d/task/generation.py", "_Reader.read"),
     ("gpt4d/task/generation.py", "continued"),
@@ -27,4 +27,4 @@ BETWEEN_STEPS = {
     ("gpt4d/task/diffusion.py", "generated_images"),
     ("gpt4d/training/trainer.py", "Trainer.evaluate"),
 }
-SYNCHRONOUS_SAVE = {("gpt4d/checkpoint/writer.py", "write_values")}
+SYNCHRONOUS_SAVE = {("gpt4d/checkpoint/tensor_files.py", "write_values")}

@@ -38,7 +38,7 @@ _SOME_PLANS = {
     "weight_gradients": "gpt4d.parallel.pipeline.runtime:_Step._weight_gradients",
 }
 _SAVE = {
-    "save": "gpt4d.checkpoint.writer:Writer.write_data",
+    "save": "gpt4d.checkpoint.storage:write_shards",
     "copy to host": "gpt4d.checkpoint.saving:Saver.start",
 }
 _RANK_0 = {

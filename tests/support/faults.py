@@ -14,7 +14,7 @@ from tests.support.grids import metric_lines
 PHASES = {
     "update": ("gpt4d.optim.optimizer", "Optimizer.step", "step.py", "reading the metrics of step 5"),
     "pending save": ("gpt4d.optim.optimizer", "Optimizer.step", "step.py", "asking whether step_00000003 is saved"),
-    "save": ("gpt4d.checkpoint.writer", "Writer.write_data", "saving.py", "saving step_00000003"),
+    "save": ("gpt4d.checkpoint.storage", "write_shards", "saving.py", "saving step_00000003"),
     "begin": ("gpt4d.checkpoint.lifecycle", "begin", "saving.py", "beginning to save step 3"),
     "load": ("gpt4d.checkpoint.storage", "fill", "storage.py", "loading step_00000003"),
     "finish": (

@@ -15,7 +15,6 @@ from multiprocessing.connection import Connection, wait
 _TIMEOUT_S = 180.0
 # Every rank is a fork of a process with these modules. A rank imports any other module by itself.
 _PRELOAD = [
-    "torch.distributed.checkpoint",
     "torch.distributed.tensor",
     "torch.profiler",
     "torch._inductor.config",  # torch.use_deterministic_algorithms imports it, which takes 0.4 s

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gpt4d.checkpoint import finetuning
+from gpt4d.checkpoint import importer
 from gpt4d.checkpoint.importer import import_model
 from gpt4d.config import GridSizes
 from gpt4d.data.corpus import corpus as prepared
@@ -178,7 +178,7 @@ def pretrained(tmp_path_factory):
     from transformers import AutoModelForCausalLM
 
     source, directory = os.environ["GPT4D_MODEL"], tmp_path_factory.mktemp("pretrained")
-    command = finetuning.commands(directory / "run", import_model(source, directory / "run"))["conversations"]
+    command = importer.commands(directory / "run", import_model(source, directory / "run"))["conversations"]
     overrides = [word for word in command.split() if "=" in word and not word.startswith(("data.path", "run.dir"))]
     overrides += [
         f"data.path={CONVERSATIONS}", f"data.cache_dir={directory / 'cache'}", "train.epochs=null", "train.steps=20",
