@@ -9,7 +9,8 @@ from tests.exactness.comparison import check
 from tests.support.grids import full
 
 CHUNK = 12  # cases of a test
-SEEDS = (153, 154, 155, 158, 164, 165, 166, 169, 172)  # 155 has parts of heads of keys and values
+# 155 has parts of heads of keys and values; in 1226 a U-Net drops elements of inputs that the backward recomputes.
+SEEDS = (153, 154, 155, 158, 164, 165, 166, 169, 172, 1226)
 MORE_SEEDS = [range(first, first + CHUNK) for first in (150, 162, *range(1000, 1504, CHUNK))]
 
 

@@ -98,13 +98,14 @@ class ResidualBlockSpec(LayerSpec):
         shortcut_BSSC = await layer.shortcut(x_BSSC) if changes else x_BSSC
         h_BSSC = await layer.first(layer.first_norm(x_BSSC))
         normal_BSSC = layer.second_norm(h_BSSC, *await layer.time(embedding_BE))
-        h_BSSC = mapped(normal_BSSC, partial(_dropped, layer, pixels))
-        x_BSSC = shortcut_BSSC + await layer.second(h_BSSC)
+        if layer.current_pass.records:
+            normal_BSSC = mapped(normal_BSSC, partial(_dropped, layer.dropout, pixels))
+        x_BSSC = shortcut_BSSC + await layer.second(normal_BSSC)
         return await layer.attention(x_BSSC, pixels) if block.attention else x_BSSC
 
 
-def _dropped(layer: BoundLayer, pixels: TokenIndex, h_BSSC: Any) -> Any:
-    return layer.dropout(h_BSSC.flatten(0, 2), pixels).view_as(h_BSSC)
+def _dropped(dropout: Any, pixels: TokenIndex, h_BSSC: Any) -> Any:
+    return dropout.spec.drop(dropout, h_BSSC.flatten(0, 2), pixels).view_as(h_BSSC)
 
 
 @dataclass(frozen=True)

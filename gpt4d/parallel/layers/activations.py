@@ -198,7 +198,11 @@ class DropoutSpec(LayerSpec):
         layer.key = 0
 
     def forward(self, layer: BoundLayer, x: Any, tokens: Any) -> Any:
-        if not layer.current_pass.records or self.p == 0:
+        return self.drop(layer, x, tokens) if layer.current_pass.records else x
+
+    def drop(self, layer: BoundLayer, x: Any, tokens: Any) -> Any:
+        """Drop elements of ``x`` in any pass: the recomputation of a product's input belongs to none."""
+        if self.p == 0:
             return x
         rows = row_keys(tokens.samples, tokens.places, layer.key)
         return DropoutFunction.apply(x, rows, layer.context.grid[self.axis].index * x.shape[-1], self.p)
