@@ -110,6 +110,8 @@ def select(device: torch.device) -> None:
 def peak_memory_gib(device: torch.device) -> float:
     """Return the peak memory of this process in GiB, on its GPU or, without a GPU, on the host."""
     if device.type == "cuda":
+        import torch
+
         return torch.cuda.max_memory_allocated(device) / 2**30
     import resource
 
@@ -120,6 +122,8 @@ def peak_memory_gib(device: torch.device) -> float:
 def used_memory_gib(device: torch.device) -> float | None:
     """Return the current memory of this process in GiB, on GPU or host; None if the system does not report it."""
     if device.type == "cuda":
+        import torch
+
         return torch.cuda.memory_allocated(device) / 2**30
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
