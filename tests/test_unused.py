@@ -1,11 +1,13 @@
 """Settings that a run does not read are errors. The files under configs/ contain no such settings."""
 
 import itertools
+from dataclasses import make_dataclass
 
 import pytest
 
-from gpt4d.config import CONFIG_DIR, known_keys
+from gpt4d.config import CONFIG_DIR, Config, ModelConfig, known_keys, setting
 from gpt4d.config.checks import conditional_keys, unused_keys
+from gpt4d.config.keys import model_schemas
 from gpt4d.model import registry  # noqa: F401 – registers the families' settings
 from tests.support.config_overrides import configured_quickly
 from tests.support.grids import full
@@ -133,6 +135,14 @@ def test_keys_that_nothing_reads_are_reported_until_something_does(tmp_path):
 )
 def test_presets_and_values_that_switch_off_are_no_unused_keys(settings):
     assert not unused_keys(configured(settings.split()))
+
+
+def test_a_condition_holds_for_the_family_of_its_field(monkeypatch):
+    family = make_dataclass(
+        "Plain", [("rope_factor", float, setting(1.0, "without rope_scaling"))], bases=(ModelConfig,)
+    )
+    monkeypatch.setitem(model_schemas, "plain", family)
+    assert not unused_keys(Config(model=family(rope_factor=3.0)))
 
 
 GROUPS = sorted({path.parent.name for path in CONFIG_DIR.glob("*/*.yaml")} - {"model"})

@@ -1,5 +1,6 @@
 """Checks of a configuration that need no devices and no process group."""
 
+import itertools
 import math
 import os
 import re
@@ -355,13 +356,15 @@ def unused_keys(config: Config) -> dict[str, str]:
     machine ``cluster``). A key is set if its value differs from the schema's default. Keys of ``data``, ``model`` and
     ``optim`` must also differ from the value in the chosen file of ``configs/``.
     """
-    default = Config(model=type(config.model)())
-    reasons = {
-        key: next(filter(None, (condition(config) for each in stated(key, "read_if") for condition in each)), None)
-        for key in conditional_keys()
-        if _is_set(config, default, key)
-    }
-    return {key: reason for key, reason in reasons.items() if reason}
+    model = type(config.model)
+    default = Config(model=model())
+    found = {}
+    for key in conditional_keys():
+        if _is_set(config, default, key):
+            conditions = itertools.chain(*stated(key, "read_if", model))
+            if reason := next(filter(None, (condition(config) for condition in conditions)), None):
+                found[key] = reason
+    return found
 
 
 def check_unused(config: Config) -> None:
@@ -381,7 +384,9 @@ def _is_set(config: Config, defaults: Config, key: str) -> bool:
         return False
     value: Any = value_of(config, key)
     default = value_of(defaults, key)
-    if value == (None if key == "data.tokenizer_vocab" else default) or value in stated(key, "off"):  # interpolated
+    if value == (None if key == "data.tokenizer_vocab" else default):  # interpolated
+        return False
+    if value in stated(key, "off", type(config.model)):
         return False
     if group == "optim":  # from the model's file, or a file of configs/optim, which the model's file may name
         files = [preset("optim", path.stem) for path in CONFIG_DIR.glob("optim/*.yaml")]

@@ -36,7 +36,6 @@ _EXPLAINED = {
     "use logging.trackers=[tensorboard]": "tensorboard use_tensorboard tensorboard_dir",
     "use logging.trackers=[mlflow]": "mlflow use_mlflow",
     "use data=text data.path='books/*.txt', or another choice of data": "dataset dataset_name",
-    "stages broadcast their tensors; leave it out": "parallel.pipeline.strategy",
 }
 REMEDIES = {name: remedy for remedy, names in _EXPLAINED.items() for name in names.split()}
 _ABSENT = object()
@@ -72,10 +71,11 @@ def settings(schema: type = Config, prefix: str = "", family: str = "") -> Itera
             yield from settings(cast(type, kind), f"{prefix}{name}.")
 
 
-def stated(key: str, fact: str) -> list[Any]:
-    """Return what the fields of a key's groups, outermost first, and of the key state as ``fact`` of their metadata.
+def stated(key: str, fact: str, model: type | None = None) -> list[Any]:
+    """Return the values that the fields of a key's groups, outermost first, and of the key have as ``fact``.
 
-    A key of a model may have fields in several families. The list is empty for a key that does not exist.
+    Of the fields in several families, only the field of ``model`` counts, if it is given. The list is empty for a key
+    that does not exist.
     """
     found: list[Any] = []
     schemas: list[Any] = [Config]
@@ -83,7 +83,8 @@ def stated(key: str, fact: str) -> list[Any]:
         named = [each for schema in schemas for each in fields(schema) if each.name == name]
         found += [each.metadata[fact] for each in named if each.metadata.get(fact) is not None]
         schemas = [each.type for each in named if is_dataclass(each.type)]
-        schemas += model_schemas.values() if ModelConfig in schemas else ()
+        if ModelConfig in schemas:
+            schemas += [model] if model else model_schemas.values()
     return found
 
 
