@@ -97,7 +97,7 @@ def test_ranks_of_consecutive_jobs_use_other_ports_unless_torchrun_has_the_store
     assert Launch.from_environment(environment).sweep_job == 1
 
 
-# A job that writes the files of a run. Its first argument maps seeds to actions: refuse, stop, kill or end.
+# A job that writes the files of a run. Its first argument maps seeds to actions: refuse, stop, kill, late or end.
 FAKE = """
 import json, os, pathlib, signal, sys, time
 values = dict(argument.split("=", 1) for argument in sys.argv[2:])
@@ -117,6 +117,9 @@ with open(run / "metrics.jsonl", "a") as file:
         file.write(json.dumps(line | {"event": event, "loss": 3.0 + int(seed)}) + chr(10))
 if act == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
+if act == "late":
+    os.kill(os.getppid(), signal.SIGUSR1)
+    signal.pause()
 sys.exit(75 if act == "stop" else 0)
 """
 
@@ -155,6 +158,12 @@ def test_a_signal_stops_the_job_and_the_sweep_and_the_next_call_resumes(tmp_path
     assert [row[1:] for row in results(tmp_path)] == [("finished", 0), ("interrupted", 75), ("new", None)]
     assert execute(tmp_path) == [(f"seed={seed}", "finished", 0) for seed in range(3)]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_job_that_a_signal_to_the_sweep_kills_after_its_last_step_has_finished(tmp_path):
+    with pytest.raises(SystemExit):
+        execute(tmp_path, **{"1": "late"})
+    assert [row[1:] for row in results(tmp_path)] == [("finished", 0), ("finished", 0), ("new", None)]
 
 
 def test_tasks_of_an_array_share_the_jobs_and_the_last_one_reports_them_all(tmp_path, capfd):

@@ -279,7 +279,10 @@ def execute(jobs: Sequence[Job], program: Sequence[str], launch: Launch, task: A
         for number, job in enumerate(unfinished, start=1):
             if report:
                 print(f"job {number} of {len(unfinished)}: {job.name}", flush=True)
-            codes[job.name] = code = process.run([*program, *job.overrides], job_environment(launch, number))
+            code = process.run([*program, *job.overrides], job_environment(launch, number))
+            if process.signal and code < 0 and job.is_finished():
+                code = 0  # the signal arrived after the last step, while the interpreter ended
+            codes[job.name] = code
             stopped = code == EXIT_CODE or process.signal is not None
             if report:
                 report.write(codes)
