@@ -82,8 +82,8 @@ MUTATIONS = [
     # Runtime and run directories
     Mutation(
         "runtime/consensus.py",
-        "for rank, first_error in enumerate(errors):",
-        "for rank, first_error in enumerate(errors[:1]):",
+        "for first_error in filter(None, errors):",
+        "for first_error in filter(None, errors[:1]):",
         "an error of any rank is raised on all ranks",
         "tests/runtime/test_consensus.py",
     ),
@@ -102,7 +102,7 @@ MUTATIONS = [
         "tests/runtime/test_watchdog.py",
     ),
     Mutation(
-        "inference/model.py",
+        "checkpoint/trained_model.py",
         "if sizes.devices * settings.stages != world_size:",
         "if sizes.devices != world_size:",
         "the plan of a trained model uses all processes",

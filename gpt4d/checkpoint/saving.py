@@ -110,8 +110,9 @@ class Saver:
         self._thread.shutdown()
         self._host_memory.close()
         if self._pending and (failure := self._pending.written.exception()) and self.grid.world.index == 0:
-            # An error of torch's collectives only means that a rank has ended.
-            problem = failure if isinstance(failure, ConfigError) else f"{self._pending.saved.path} is incomplete"
+            # An error of torch's collectives means that a rank has ended.
+            incomplete = f"{self._pending.saved.path} is incomplete ({failure!r})"
+            problem = failure if isinstance(failure, ConfigError) else incomplete
             print(f"error: {problem}", file=sys.stderr, flush=True)
 
     def finish(self, seconds: float) -> None:
@@ -161,7 +162,7 @@ class Saver:
             own = run_on_all_ranks(write, name, SAVE, self._group)
             with SAVE.begin(name) as activity, activity.waiting():
                 written = gather_in_group(own, self._group, receiver=0)
-            run_on_all_ranks(complete if written else lambda: None, name, SAVE, self._group)
+            run_on_all_ranks(complete if rank == 0 else lambda: None, name, SAVE, self._group)
         except BaseException:
             if rank == 0:
                 with suppress(ConfigError):  # The user needs to see the first failure.

@@ -81,7 +81,9 @@ def own_shards(shards: Mapping[str, LocalShard], grid: Grid) -> dict[str, LocalS
     nbytes: dict[tuple[str, ...], dict[tuple[int, ...], int]] = {}  # per replica, by the axes that replicate
     for name, shard in shards.items():
         axes = tuple(axis for axis, size in sizes.items() if size > 1 and axis not in shard.spec.layout.axes)
-        replicas = nbytes.setdefault(axes, dict.fromkeys(itertools.product(*(range(sizes[axis]) for axis in axes)), 0))
+        if axes not in nbytes:
+            nbytes[axes] = dict.fromkeys(itertools.product(*(range(sizes[axis]) for axis in axes)), 0)
+        replicas = nbytes[axes]
         writer = min(replicas, key=replicas.__getitem__)
         replicas[writer] += shard.local.nbytes
         if writer == tuple(grid[axis].index for axis in axes) and shard.stored(grid).numel():

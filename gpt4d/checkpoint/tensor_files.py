@@ -3,7 +3,7 @@
 Each rank writes one file of raw values, ``rank_00003.bin``. The index ``tensors.json`` lists for each global tensor its
 dtype, shape and chunks, each with its file and byte offset. The index contains no ranks or grids, so a rank of any grid
 reads the region it needs without more planning. ``manifest.json`` lists the size and checksum of each file. There are
-no pickles. This module imports torch when it reads or writes values.
+no pickles. This module imports torch when it reads the index or values.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def complete_directory(
     """Add the index, the ``documents`` and the manifest to a directory with files of values.
 
     ``written``: for each rank the tensors in its file by name (``StoredTensor.to_json``), and the file's entry by name.
-    The entry may be a list, as read from JSON.
+    The entry may be a list, as read from JSON. Raises ValueError unless the files contain each tensor exactly once.
     """
     index: dict[str, dict] = {}
     entries: dict[str, FileEntry] = {}
@@ -192,6 +192,9 @@ def complete_directory(
         for name, tensor in tensors.items():
             index.setdefault(name, {**tensor, "chunks": []})["chunks"] += tensor["chunks"]
         entries |= {file: FileEntry(*entry) for file, entry in files.items()}
+    for name, tensor in index.items():
+        if problem := StoredTensor.from_json(tensor).problem():
+            raise ValueError(f"{directory / TENSORS}: {name}: {problem}")
     for name, content in {**documents, TENSORS: json.dumps(index).encode()}.items():
         entries[name] = write_file(directory / name, content)
     write_manifest(directory, entries)

@@ -79,12 +79,6 @@ MAIN, SAVE = Track("main"), Track("save")
 _local = threading.local()  # the thread's activity
 
 
-def set_waiting(waits: bool) -> None:
-    """Tell the watchdog that this thread waits for other ranks from now on, or that it works again."""
-    if activity := getattr(_local, "activity", None):
-        activity.waits = waits
-
-
 def progress() -> None:
     """Tell the watchdog that this thread's activity, if any, makes progress."""
     if activity := getattr(_local, "activity", None):

@@ -5,6 +5,7 @@ Values are sent as JSON, never as pickles, so that a message cannot execute code
 
 import json
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -24,7 +25,8 @@ def run_on_all_ranks(
 ) -> T:
     """Return this rank's ``work()`` once it has succeeded on every rank. If it fails on any rank, all ranks raise.
 
-    The first rank that fails raises its exception. All other ranks raise the same ConfigError, or a RuntimeError.
+    All ranks raise the ConfigError of the first rank that fails, or a RuntimeError. A rank prints the traceback of any
+    other exception, because the error that ends the job has none.
 
     ``name``: name of the work in reports ("loading the checkpoint"), as in all functions of this module. A thread other
     than the main thread has its own ``track`` and ``group``.
@@ -34,12 +36,13 @@ def run_on_all_ranks(
         try:
             result = work()
         except Exception as raised:
+            if not isinstance(raised, ConfigError):
+                traceback.print_exc()
             error = raised
         with activity.waiting():
-            errors = gather_in_group(error and _error_to_json(error), group)
-    for rank, first_error in enumerate(errors):
-        if first_error:
-            raise error if error and rank == dist.get_rank() else _error_from_json(first_error)
+            errors = gather_in_group(error and _error_to_json(error, name), group)
+    for first_error in filter(None, errors):
+        raise _error_from_json(first_error)
     return result
 
 
@@ -66,12 +69,15 @@ def gather_in_group(value: Any, group: dist.ProcessGroup | None = None, receiver
     longest = int(max(sizes))
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: len(content)] = content
-    contents = [torch.empty_like(padded) for _ in sizes] if receiver in (None, dist.get_rank()) else []
+    contents = [torch.empty_like(padded) for _ in sizes]
     if receiver is None:
         dist.all_gather(contents, padded, group)
+    elif receiver == dist.get_rank():
+        dist.gather(padded, contents, receiver, group)
     else:
-        dist.gather(padded, contents or None, receiver, group)
-    return [_decode(received[: int(size)]) for received, size in zip(contents, sizes, strict=False)]
+        dist.gather(padded, None, receiver, group)
+        return []
+    return [_decode(received[: int(size)]) for received, size in zip(contents, sizes, strict=True)]
 
 
 def all_ranks_true(flag: bool, name: str) -> bool:
@@ -98,7 +104,7 @@ def run_on_rank0(work: Callable[[], T], name: str) -> T:
                 try:
                     outcome = [work(), None]
                 except BaseException as raised:
-                    outcome = [None, _error_to_json(raised)]
+                    outcome = [None, _error_to_json(raised, name)]
                     failure = None if isinstance(raised, ConfigError) else raised
         with activity.waiting():
             while (received := broadcast_from_rank0(outcome)) is None:
@@ -130,10 +136,10 @@ def _decode(content: torch.Tensor) -> Any:
     return json.loads(content.numpy().tobytes())
 
 
-def _error_to_json(error: BaseException) -> list[str]:
-    """Return the class and the message with which other ranks raise this rank's error."""
+def _error_to_json(error: BaseException, work: str) -> list[str]:
+    """Return the class and the message with which other ranks raise this rank's error in ``work``."""
     known = isinstance(error, ConfigError)
-    return [type(error).__name__, str(error) if known else f"rank {dist.get_rank()} failed: {error!r}"]
+    return [type(error).__name__, str(error) if known else f"{work}: rank {dist.get_rank()} failed: {error!r}"]
 
 
 def _error_from_json(error: list[str]) -> Exception:

@@ -188,7 +188,7 @@ class Task(Protocol):
         """
 
     def extra_state(self) -> Mapping[str, tuple["torch.Tensor", ParameterSpec]]:
-        """Return additional tensors to store with a checkpoint and to restore from it in place."""
+        """Return additional tensors to store with a checkpoint and to restore in place; each on one stage only."""
 
     def close(self) -> None:
         """Stop reading data."""

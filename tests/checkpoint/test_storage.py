@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from gpt4d.checkpoint import checkpoint_dir, storage
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.checkpoint.saving import Saver
+from gpt4d.checkpoint.tensor_files import Chunk, StoredTensor, complete_directory
 from gpt4d.config import CheckpointConfig, ConfigError, GridSizes
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layout import Layout, ParameterSpec
@@ -108,6 +109,15 @@ def test_files_of_similar_size_hold_each_value_of_each_tensor_once(ranks, tmp_pa
     assert len(on_disk) == writer.devices and max(on_disk) - min(on_disk) <= max(values)
     for name, tensor in expected.items():
         assert torch.equal(files.global_tensor(name), tensor)
+
+
+def test_files_with_a_value_twice_or_not_at_all_are_no_checkpoint(tmp_path):
+    for starts, problem in (((0, 1), "two chunks overlap"), ((0, 3), "a chunk exceeds"), ((0,), "number of elements")):
+        chunks = [Chunk((start,), (2,), "rank_00000.bin", 0) for start in starts]
+        written = [({"a": StoredTensor(torch.float32, (4,), [chunk]).to_json()}, {}) for chunk in chunks]
+        with pytest.raises(ValueError, match=rf"tensors\.json: a: .*{problem}"):
+            complete_directory(tmp_path, written, {})
+    assert not [*tmp_path.iterdir()]
 
 
 def load_as(model, directory):
