@@ -13,7 +13,7 @@ if __name__ == "__main__":
     end_on_signals()  # first, because the remaining imports take a second
 
     from gpt4d.config.commands import one_line_errors
-    from gpt4d.run import main
+    from gpt4d.training.run import main
 
     with one_line_errors():
         main(sys.argv[1:])

@@ -10,13 +10,13 @@ from importlib import import_module
 from gpt4d.runtime.signals import end_on_signals
 
 MODULES = {
-    "train": "gpt4d.run",
+    "train": "gpt4d.training.run",
     "plan": "gpt4d.planner.__main__",
     "prepare": "gpt4d.data.prepare",
     "checkpoint": "gpt4d.checkpoint.__main__",
-    "generate": "gpt4d.inference.generate",
-    "chat": "gpt4d.inference.chat",
-    "evaluate": "gpt4d.inference.evaluate",
+    "generate": "gpt4d.generate",
+    "chat": "gpt4d.chat",
+    "evaluate": "gpt4d.evaluate",
     "runs": "gpt4d.runs.__main__",
     "config": "gpt4d.config.__main__",
 }

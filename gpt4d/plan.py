@@ -64,9 +64,9 @@ class ParallelPlan:
     def training_program(self, stage: int, microbatches: int) -> Program:
         """Return a stage's program of a training step. Equal arguments give matching programs on all ranks."""
         pipeline = self.config.parallel.pipeline
-        if self.costs is None:
+        if self.virtual_stages == 1:
             return [*schedule.single_stage(microbatches)]
-        assert pipeline.schedule is not None
+        assert self.costs is not None and pipeline.schedule is not None
         orders = orders_of(pipeline.schedule, len(self.stages), microbatches, self.costs, pipeline.chunks_per_stage)
         problem = schedule.problem(orders, self.virtual_stages, microbatches)
         assert problem is None, problem
@@ -76,7 +76,10 @@ class ParallelPlan:
         """Return a stage's program of an evaluation, the forwards of all microbatches in sequence."""
         own = [range(index, self.virtual_stages, len(self.stages)) for index in range(len(self.stages))]
         orders = [[Action("F", m, place) for m in range(microbatches) for place in places] for places in own]
-        return [*orders[stage]] if self.costs is None else programs(orders, self.costs)[stage]
+        if self.virtual_stages == 1:
+            return [*orders[stage]]
+        assert self.costs is not None
+        return programs(orders, self.costs)[stage]
 
 
 def one_stage(config: Config, sizes: GridSizes = GridSizes()) -> ParallelPlan:  # noqa: B008 (a tuple)

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gpt4d import chat
+from gpt4d.chat import Chat, ChatConfig
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.checkpoint.importer import import_model
+from gpt4d.checkpoint.trained_model import inference_plan, load_stage
 from gpt4d.data import tokenizers, transformers_tokenizer
-from gpt4d.inference import chat
-from gpt4d.inference.chat import Chat, ChatConfig
-from gpt4d.inference.model import inference_plan, load_stage
 from gpt4d.runtime.consensus import all_gather_json
 from tests.support.commands import wrong_messages
 from tests.support.grids import full

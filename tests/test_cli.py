@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from gpt4d.inference import generate
+from gpt4d import generate
 from tests.support.commands import TRAIN, launcher, overrides, wrong_messages
 from tests.support.environment import REPOSITORY
 from tests.support.grids import full, metric_lines

@@ -4,9 +4,12 @@ import importlib
 import itertools
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
+from importlib.util import find_spec
 
 import pytest
 import yaml
@@ -69,7 +72,6 @@ MISTAKES_OF_WORDS = [  # settings that cannot be composed, and a part of the mes
     ("lr_scheduler_type=linear", "did you mean optim.schedule?"),
     ("optim.name=muon", "use optim=muon, or optim=adamw"),
     ("logging.wandb.mode=offline", "logging.wandb.mode: there is no such key; use logging.trackers=[wandb], and"),
-    ("parallel.pipeline.strategy=send_recv", "parallel.pipeline.strategy: there is no such key; stages broadcast"),
     ("wandb=offline", "wandb: there is no such key; use logging.trackers=[wandb], and logging.online=true to log"),
     ("logging.wandb.project=a", "logging.wandb.project: there is no such key; did you mean logging.project?"),
     ("device=cpu", "a GPU is used where torch finds one; set the environment variable CUDA_VISIBLE_DEVICES"),
@@ -213,11 +215,21 @@ def test_a_model_family_needs_a_size(family):
         configured([f"model={family}"])
 
 
-@pytest.mark.parametrize("module", ["gpt4d.inference.generate", "gpt4d.data.prepare", "gpt4d.planner.calibrate"])
-def test_help_is_the_description_of_the_command(module, capsys):
-    command = importlib.import_module(module)
-    command.main(["--help"])
-    assert capsys.readouterr().out.strip() == command.__doc__.strip()
+PUBLIC = (
+    "generate", "chat", "evaluate", "runs", "config", "checkpoint", "data.prepare", "planner", "planner.calibrate",
+    "parallel.resharding", "parallel.pipeline",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_python_m_of_a_command_prints_the_description_of_the_command(name, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with suppress(SystemExit):
+        runpy.run_module(f"gpt4d.{name}", run_name="__main__")
+    package = find_spec(f"gpt4d.{name}").submodule_search_locations is not None
+    description = importlib.import_module(f"gpt4d.{name}.__main__" if package else f"gpt4d.{name}").__doc__
+    assert capsys.readouterr().out.strip().startswith(description.strip().splitlines()[0])
 
 
 @pytest.mark.parametrize("model", ONE_OF_EACH_FAMILY)

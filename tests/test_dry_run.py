@@ -4,8 +4,8 @@ import pytest
 
 from gpt4d.checkpoint import space
 from gpt4d.config import ConfigError, compose
-from gpt4d.run import train
 from gpt4d.training import dry_run
+from gpt4d.training.run import train
 from gpt4d.validation import validate
 from tests.support.chat import chat_overrides
 from tests.support.commands import TRAIN

@@ -78,7 +78,8 @@ ROUNDING_RUNS = {
         2,
         ["parallel.pipeline.stages=2", "parallel.pipeline.cuts=[1,2,3]", "model.layers=4",
          "parallel.pipeline.schedule=interleaved_1f1b", "parallel.pipeline.chunks_per_stage=2",
-         "parallel.pipeline.stage_grids=[1x1x1x1,1x1x1x1]", "parallel.pipeline.microbatches=4"],
+         "parallel.pipeline.stage_grids=[1x1x1x1,1x1x1x1]", "parallel.pipeline.microbatches=4",
+         "parallel.pipeline.strategy=broadcast"],
     ),
     "experts": (4, ["model=moe_tiny", "parallel.gz=2", "parallel.expert_data=true"]),
 }  # fmt: skip

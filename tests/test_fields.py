@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 
 import pytest
 
-from gpt4d import run
 from gpt4d.config import (
     CONFIG_DIR,
     Config,
@@ -25,6 +24,7 @@ from gpt4d.config.fields import Limits
 from gpt4d.config.keys import settings
 from gpt4d.config.reference import default_text, explain
 from gpt4d.model import registry
+from gpt4d.training import run
 from tests.support.environment import REPOSITORY
 from tests.support.settings import configured
 

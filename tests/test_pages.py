@@ -63,7 +63,7 @@ def test_a_wrong_name_or_path_is_found():
     assert missing_names("`gpt4d.training.trainer.Trainer`, gpt4d.model.family") == set()
     wrong = {"gpt4d.trainers", "gpt4d.runs.logger.Logger", "gpt4d.model.gpt2.Coach"}
     assert missing_names(" ".join(wrong)) == wrong
-    assert missing_paths("`model/family.py`, gpt4d/run.py, [a](tests/conftest.py), model/fam.py", REPOSITORY) == {
+    assert missing_paths("`model/family.py`, gpt4d/plan.py, [a](tests/conftest.py), model/fam.py", REPOSITORY) == {
         "model/fam.py"
     }
 

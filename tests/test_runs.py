@@ -17,7 +17,6 @@ import pytest
 
 from gpt4d.config import ConfigError
 from gpt4d.data.directory import write_once
-from gpt4d.run import train
 from gpt4d.runs import lock
 from gpt4d.runs.__main__ import main
 from gpt4d.runs.history import History, Point, interval_means
@@ -27,6 +26,7 @@ from gpt4d.runs.summary import Run, State, differences, differing_keys, find_run
 from gpt4d.runs.tables import console, runs_table
 from gpt4d.runtime.writing import read_log
 from gpt4d.trackers.run_trackers import RunTrackers
+from gpt4d.training.run import train
 from tests.support.commands import wrong_messages
 from tests.support.damage import DAMAGES, NOT_FILES
 from tests.support.grids import full

@@ -23,9 +23,9 @@ import torch
 from benchmarks import report
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.checkpoint.importer import import_model
+from gpt4d.checkpoint.trained_model import inference_plan, trained_model
 from gpt4d.data import tokenizers, transformers_tokenizer
 from gpt4d.evaluation.shared_model import SharedModel
-from gpt4d.inference.model import inference_plan, trained_model
 from gpt4d.runtime.launch import Launch
 from gpt4d.task.task import InferenceConfig
 

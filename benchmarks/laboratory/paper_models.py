@@ -12,7 +12,7 @@ from gpt4d.model.description import Description
 from gpt4d.model.probe import Product
 from gpt4d.parallel.symbolic.stage import MASTER_BYTES
 from gpt4d.planner.device import sent_bytes
-from gpt4d.planner.topology import equation_10, group_bandwidth
+from gpt4d.planner.topology import group_bandwidth, paper_bandwidths
 from gpt4d.planner.workload import all_reduced_bytes, compute_bytes
 
 
@@ -58,7 +58,7 @@ def communication(config: Config, description: Description, sizes: GridSizes, aw
                     repeated = kind == "forward" or (kind == "all_gather" and block.name not in cached)
                     sent[axis] += nbytes * (2 if recompute and repeated else 1)
     if aware:
-        beta = equation_10(config.cluster, sizes, config.parallel.rank_order)
+        beta = paper_bandwidths(config.cluster, sizes, config.parallel.rank_order)
     else:
         beta = dict.fromkeys(sent, group_bandwidth(config.cluster.levels[0], 2))
     return {axis: nbytes / 1e9 / beta[axis] for axis, nbytes in sent.items()}

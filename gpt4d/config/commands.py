@@ -36,7 +36,7 @@ def one_line_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         sys.exit(_INTERRUPTED)
-    except RankError as raised:  # the error of a single rank; with several ranks, the rendezvous reports it
+    except RankError as raised:  # the error of a single rank; with several ranks, gpt4d.runtime.job reports it
         print_error(str(raised))
         sys.exit(raised.exit_code)
     except Exception as raised:

@@ -83,7 +83,7 @@ def with_path(config: Any) -> str | None:
 
 
 def tracked(config: Any) -> str | None:
-    """Condition of the settings that TensorBoard lacks and all further trackers have."""
+    """Condition of the settings that TensorBoard lacks and all other trackers have."""
     if {*config.logging.trackers} - {"tensorboard"}:
         return None
     return f"logging.trackers=[{','.join(config.logging.trackers)}] does not read it; add logging.trackers=[wandb]"

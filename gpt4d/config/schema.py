@@ -148,6 +148,7 @@ class PipelineConfig:
         read_if=when.in_stages)
     microbatches: int | None = setting(None, "number per step; null: four per stage, or fewer for a small batch",
         **COUNT, read_if=when.in_stages)
+    strategy: str = setting("broadcast", "resharding of tensors between stages", choices=("broadcast",))
 
 
 @dataclass
@@ -196,7 +197,7 @@ class ParallelConfig:
         return GridSizes(self.gx, self.gy, self.gz, self.gdata or 1)
 
     def on_grid(self, sizes: "GridSizes", **changes: Any) -> "ParallelConfig":
-        """Return the settings with these sizes of the axes and further ``changes``."""
+        """Return the settings with these sizes of the axes and other ``changes``."""
         return replace(self, **{f"g{axis}": size for axis, size in sizes._asdict().items()}, **changes)
 
 

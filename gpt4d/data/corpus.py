@@ -79,13 +79,13 @@ def corpus(config: DataConfig) -> Corpus:
                     f"data.tokenizer={config.tokenizer}: not the tokenizer that made {own.location}, which is "
                     f"blended with {other.location}; set data.tokenizer={own.location}"
                 )
+            _check_tokens(files.location, files, sources[0])
             chosen, has = config.begin_of_text, bool(files.first_tokens)
             if chosen is not None and chosen != has:
                 raise ConfigError(
                     f"data.begin_of_text={str(chosen).lower()}: the documents in {files.location} begin "
                     f"{'with' if has else 'without'} the tokenizer's first token; leave it out, or prepare them again"
                 )
-            _check_tokens(files.location, files, sources[0])
         return Corpus(sources, shares)
     with activity.unlimited():  # a tokenizer may be downloaded
         identity = identity_of(config)

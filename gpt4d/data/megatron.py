@@ -33,7 +33,7 @@ from gpt4d.config import HEADER, ConfigError, DataConfig
 from gpt4d.data import sources, tokenizers
 from gpt4d.data.corpus_files import CorpusFile
 from gpt4d.data.directory import SPLITS, ReportTimer, clear, in_cache, printer, write_once
-from gpt4d.data.tokens import ALL, TokenFiles, Tokens, entries, file_name, in_header, splits
+from gpt4d.data.tokens import ALL, TokenFiles, Tokens, entries, file_name, splits
 from gpt4d.runtime import activity
 from gpt4d.runtime.files import write_file
 
@@ -244,7 +244,7 @@ def _write(
         part[split] = {"tokens": int(lengths[chosen].sum()), "documents": len(ends)}
         for suffix, array in ((_SEGMENTS, _segments(index.bounds, chosen)), (_ENDS, ends)):
             name = file_name(split, 0, suffix)
-            part["files"][name] = in_header(write_file(directory / name, array.tobytes()))
+            part["files"][name] = write_file(directory / name, array.tobytes())._asdict()
     if not part["train"]["tokens"]:
         if part["validation"]["tokens"]:
             raise ConfigError(f"{prefix}: every document is held out; set data.validation_fraction=0")

@@ -77,12 +77,7 @@ class PartWriter(ExitStack):
     def header(self) -> dict:
         """Return the part's entry in the header: counts, and sizes and checksums of its files."""
         files = {name: file for by_name in self._files.values() for name, file in by_name.items()}
-        return {**self.counts, "files": {name: in_header(file.entry) for name, file in files.items()}}
-
-
-def in_header(entry: FileEntry) -> dict:
-    """Return a file's size and checksum as in a header, from which ``entries`` reads them."""
-    return {"bytes": entry.bytes, "xxh3_128": entry.xxh3_128}
+        return {**self.counts, "files": {name: file.entry._asdict() for name, file in files.items()}}
 
 
 def entries(directory: Path, parts: list[dict]) -> list[tuple[Path, FileEntry]]:

@@ -182,5 +182,12 @@ def read_settings(source: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-ADAPTER = TextAdapter(GPT2Config, {"gpt2": _TABLE}, read_settings, rows_first=True, BASE="transformer.")
+ADAPTER = TextAdapter(
+    GPT2Config,
+    {"gpt2": _TABLE},
+    read_settings,
+    rows_first=True,
+    BASE="transformer.",
+    BUFFERS=r"transformer\.h\.\d+\.attn\.(masked_)?bias",
+)
 FAMILY = text_family("gpt2", GPT2Config, describe, ADAPTER, check)

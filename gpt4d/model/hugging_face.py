@@ -1,7 +1,7 @@
 """Models of text under the names and shapes of transformers: one table per kind of model, and the code that reads it.
 
 gpt4d concatenates queries, keys and values, and the two halves of a gated MLP. Columns of queries, keys and values are
-stored in pieces (gpt4d.parallel.layers.sharding.interleaved_order). Experts of a block are one tensor. No torch here.
+stored in pieces (gpt4d.parallel.layers.sharding.interleaved_order). Experts of a block are one tensor.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ print(tokenizer.decode(ids[0], skip_special_tokens=True))
 """
     FOLDER: str = ""
     FILE: str = "model"
-    BUFFERS: str = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|transformer\.h\.\d+\.attn\.(masked_)?bias"
+    BUFFERS: str = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
     HAS_TOKENIZER: bool = True
 
     def names(self, name: str, config: Any) -> list[str]:
@@ -171,7 +171,10 @@ print(tokenizer.decode(ids[0], skip_special_tokens=True))
         sizes = [theirs for ours, theirs in read.items() if hints.get(ours) in (int, int | None)]
         check_sizes(source, {theirs: values[theirs] for theirs in sizes})
         found = {ours: values[theirs] for ours, theirs in read.items()} | dict(table.fixed) | self.read(source, values)
-        own = {each.name for each in fields(self.config)}
+        own = {
+            each.name for each in fields(self.config)
+        }  # the family has the remaining ones as attributes of the class
+        assert all(key in own or hasattr(self.config, key) for key in found), found
         return self.config(name=source, **{key: value for key, value in found.items() if key in own})
 
     def _kind(self, config: Any) -> str:

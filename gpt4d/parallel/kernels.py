@@ -1,4 +1,4 @@
-"""Kernels, and functions with a gradient, from which layers are built. No torch here.
+"""Kernels, and functions with a gradient, from which layers are built.
 
 A kernel has two definitions: the shapes of its results, from which the planner derives its time, and torch code.
 """

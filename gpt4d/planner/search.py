@@ -26,7 +26,7 @@ from gpt4d.planner.candidates import (
 from gpt4d.planner.estimate import Plan
 from gpt4d.planner.options import RECOMPUTATION, Level, levels
 from gpt4d.planner.stages import PipelineEstimate
-from gpt4d.planner.topology import equation_10
+from gpt4d.planner.topology import paper_bandwidths
 from gpt4d.planner.workload import (
     all_reduced_bytes,
     compute_bytes,
@@ -131,7 +131,7 @@ def _busy_s(search: Search, candidate: Candidate) -> float:
     config, description, sizes = search.config, search.choices[0].description, stages[0]
     given, sent = config.parallel.rank_order, all_reduced_bytes(config, description, sizes)
     bandwidths = [
-        equation_10(config.cluster, sizes, order)
+        paper_bandwidths(config.cluster, sizes, order)
         for order in ([given] if given or 1 in (sizes.x, sizes.y) else ["xy", "yx"])
     ]
     busy_s = step_flops(config, description) / sizes.devices / (product_tflops(config) * 1e12) + min(

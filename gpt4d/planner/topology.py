@@ -67,7 +67,7 @@ def node_size(cluster: ClusterConfig) -> int:
     return dict(_levels(cluster))[0]
 
 
-def equation_10(cluster: ClusterConfig, sizes: GridSizes, rank_order: str | None = None) -> dict[str, float]:
+def paper_bandwidths(cluster: ClusterConfig, sizes: GridSizes, rank_order: str | None = None) -> dict[str, float]:
     """Return each axis's bandwidth in GB/s by Eq. 10 of the 4D paper, which knows two levels of links."""
     node, inter, intra = node_size(cluster), *(group_bandwidth(cluster.levels[level], 2) for level in (0, -1))
     return {

@@ -15,7 +15,7 @@ _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 AMD_DRIVER = "/dev/kfd"  # exists where AMD's driver is loaded
 _GPU_DRIVERS = "/dev/nvidiactl", AMD_DRIVER
 _VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
-_VECTORS = ("avx512f", "avx2")  # names in /proc/cpuinfo, widest first
+VECTORS = ("avx512f", "avx2")  # names in /proc/cpuinfo, widest first
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def read_cpu(path: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
     flags = set((re.findall(r"^flags\s*: (.*)$", text, re.MULTILINE) or [""])[0].split())
     return {
         "cores": max(1, (os.cpu_count() or 1) // threads),
-        "vectors": next((name for name in _VECTORS if name in flags), None),
+        "vectors": next((name for name in VECTORS if name in flags), None),
     }
 
 

@@ -390,7 +390,7 @@ def serve(host: str, port: int, on_one_host: bool, timeout: timedelta) -> dist.T
     """
     listener = None
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    loopback = on_one_host or host in ("localhost", *(at[0] for *_, at in found))
+    loopback = on_one_host or host == "localhost" or _is_address(host)
     for family, *_, at in found:
         if listener is None and (loopback or not ipaddress.ip_address(at[0]).is_loopback):
             try:
@@ -409,3 +409,9 @@ def serve(host: str, port: int, on_one_host: bool, timeout: timedelta) -> dist.T
     return dist.TCPStore(
         address, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
     )
+
+
+def _is_address(host: str) -> bool:
+    with suppress(ValueError):
+        return bool(ipaddress.ip_address(host))
+    return False

@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from gpt4d import generate
 from gpt4d.checkpoint import exporter, importer, tensor_files
 from gpt4d.checkpoint.__main__ import main
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import ConfigError, tokenizer_file
-from gpt4d.inference import generate
 from gpt4d.model.llama import ADAPTER as hf
 from gpt4d.model.llama import LlamaConfig
 from gpt4d.runtime.files import write_file

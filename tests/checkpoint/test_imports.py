@@ -332,7 +332,7 @@ def logits_of_run(run, model):
     ours = build_model(model, GridSizes(), torch.float32)
     fill_from_hf(ours, to_hf(tensors_of(run, "model."), model))
     with torch.no_grad():
-        return ours.eval()(IDS, torch.arange(len(IDS)))[..., : model.vocab_size]
+        return ours(IDS, torch.arange(len(IDS)))[..., : model.vocab_size]
 
 
 @pytest.mark.parametrize(
@@ -476,7 +476,7 @@ def test_a_unet_with_any_changed_setting_predicts_what_diffusers_predicts_or_is_
                 continue
             equal.add(key)
             with torch.no_grad():
-                if not torch.allclose(ours.eval()(noisy, timesteps, torch.arange(2)), expected, rtol=0, atol=1e-4):
+                if not torch.allclose(ours(noisy, timesteps, torch.arange(2)), expected, rtol=0, atol=1e-4):
                     wrong.append((key, value))
     assert not wrong
     assert equal >= {"norm_eps", "sample_size"}

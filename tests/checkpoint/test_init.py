@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from gpt4d import generate
 from gpt4d.checkpoint import checkpoint_dir
 from gpt4d.config import ConfigError
-from gpt4d.inference import generate
 from gpt4d.runs import starts
 from tests.support.checkpoints import equal, tensors_of
 from tests.support.commands import wrong_messages

@@ -13,6 +13,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from gpt4d.chat import ids_of
 from gpt4d.config import DataConfig
 from gpt4d.data import chat_template, prepare, tokenizers, transformers_tokenizer
 from gpt4d.data.chat_template import ChatEncoder
@@ -20,7 +21,6 @@ from gpt4d.data.conversations import Conversation
 from gpt4d.data.corpus import corpus as prepared
 from gpt4d.data.documents import Document
 from gpt4d.data.preparation import Encoding
-from gpt4d.inference.chat import ids_of
 from tests.support.chat import TEMPLATE, assistant, user, write_tokenizer
 from tests.support.data_files import one_line
 from tests.support.grids import full

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from gpt4d import evaluate
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.checkpoint.importer import import_model
-from gpt4d.inference import evaluate
 from tests.evaluation.offline_tasks import write_tasks
 from tests.support.data_files import one_line
 from tests.support.evaluation_models import imported, random_model

@@ -11,7 +11,7 @@ from gpt4d.model import registry
 from gpt4d.model.gpt2 import GPT2Config
 from gpt4d.parallel.comm import collectives
 from gpt4d.planner.device import KINDS, SHIFT, Device, Links, sent_bytes
-from gpt4d.planner.topology import RankSpan, crossed_levels, equation_10, message_speed, node_size, spans, speed
+from gpt4d.planner.topology import RankSpan, crossed_levels, message_speed, node_size, paper_bandwidths, spans, speed
 from gpt4d.planner.workload import all_reduced_bytes
 from tests.support.fake_time import FakeTime
 from tests.support.parallel_runs import axis_across_hosts
@@ -34,7 +34,7 @@ TWO_LAYERS = GPT2Config(layers=2, hidden=8, heads=2, vocab_size=16, vocab_multip
 )
 def test_rings_share_a_nodes_link_as_in_equation_10(sizes, node, expected):
     cluster = ClusterConfig(levels=[LevelConfig(None, 100.0), LevelConfig(node, 300.0)])
-    assert tuple(equation_10(cluster, sizes).values()) == expected
+    assert tuple(paper_bandwidths(cluster, sizes).values()) == expected
 
 
 def test_collectives_send_the_bytes_of_equations_1_to_3():
@@ -81,7 +81,7 @@ def test_a_group_crosses_the_levels_between_its_ranks():
 
 @pytest.mark.parametrize("sizes", [GridSizes(8, 1, 1, 1), GridSizes(2, 4, 1, 1), GridSizes(1, 2, 8, 1)])
 def test_between_nodes_the_bandwidth_is_that_of_equation_10(sizes):
-    beta = equation_10(NODES_OF_4, sizes)
+    beta = paper_bandwidths(NODES_OF_4, sizes)
     for axis, span in spans(sizes).items():
         if axis in beta and span.nodes(4) > 1:
             assert 1e-9 / speed(NODES_OF_4, "all_gather", span).s_per_byte == pytest.approx(beta[axis])

@@ -12,7 +12,7 @@ from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.checkpoint.importer import import_model
 from gpt4d.config import compose
 from gpt4d.config.commands import one_line_errors
-from gpt4d.run import train
+from gpt4d.training.run import train
 from tests.support.environment import REPOSITORY
 from tests.support.jobs import ended_job
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from gpt4d.config.commands import one_line_errors
-from gpt4d.run import train
+from gpt4d.training.run import train
 from tests.soak.faults import prepare_rank
 from tests.support.settings import configured
 

@@ -10,9 +10,9 @@ from tokenizers import processors
 
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.checkpoint.importer import import_model
+from gpt4d.checkpoint.trained_model import inference_plan, load_stage
 from gpt4d.data import tokenizers, transformers_tokenizer
 from gpt4d.evaluation.shared_model import SharedModel
-from gpt4d.inference.model import inference_plan, load_stage
 from gpt4d.task.task import InferenceConfig
 
 TEXT = "The union of the states is a government of laws, and the people of every state are its strength. "

@@ -116,7 +116,7 @@ def _train(config: Config, environment: dict[str, str], log: Path, prepare) -> N
     import torch
 
     from gpt4d.config.commands import one_line_errors
-    from gpt4d.run import train
+    from gpt4d.training.run import train
 
     torch.set_num_threads(1)
     if prepare:

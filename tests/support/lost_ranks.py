@@ -20,7 +20,7 @@ from pathlib import Path
 
 from gpt4d.config import from_arguments
 from gpt4d.config.commands import one_line_errors
-from gpt4d.run import train
+from gpt4d.training.run import train
 from tests.support.environment import REPOSITORY
 from tests.support.faults import PHASES, at_step, block, kill, replace_function, shorten_timeouts
 from tests.support.jobs import TIMEOUT_S, LaunchedJob, ended_job

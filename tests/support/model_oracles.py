@@ -187,8 +187,7 @@ def _forward_and_backward(config, sizes, state, checkpointing, loss_chunks, micr
     fill_from_hf(model, state)
     ids, targets, samples = (batch_part(t, grid) for t in inputs())
     with torch.no_grad():
-        logits = model.eval()(ids, samples)
-    model.train()
+        logits = model(ids, samples)
     for batch in zip(*(t.chunk(microbatches) for t in (ids, targets, samples)), strict=True):
         (model.loss_sum(*batch) / (BATCH * LENGTH)).backward()
     total.finish()

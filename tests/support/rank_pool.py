@@ -26,7 +26,7 @@ _PRELOAD = [
     "tokenizers",
     "gpt4d.parallel.resharding.transfer",
     "gpt4d.planner.calibrate",
-    "gpt4d.run",
+    "gpt4d.training.run",
     "gpt4d.task.language",
     "gpt4d.training.trainer",
     "tests.support.stages",

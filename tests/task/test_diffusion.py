@@ -9,11 +9,11 @@ import pytest
 import torch
 from PIL import Image
 
+from gpt4d import generate
 from gpt4d.checkpoint import exporter, importer
 from gpt4d.checkpoint.__main__ import main
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import ConfigError, GridSizes
-from gpt4d.inference import generate
 from gpt4d.model.unet import hugging_face as unet
 from gpt4d.model.unet.config import UNetConfig
 from gpt4d.planner.stages import PipelineEstimate

@@ -8,11 +8,11 @@ from functools import partial
 
 import pytest
 
+from gpt4d.chat import ids_of
 from gpt4d.checkpoint import exporter
 from gpt4d.checkpoint.__main__ import main as checkpoint_command
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.data import tokenizers, transformers_tokenizer
-from gpt4d.inference.chat import ids_of
 from gpt4d.task import language
 from gpt4d.task.task import GenerateConfig
 from tests.support.chat import chat_overrides, user, write_tokenizer

@@ -2,7 +2,6 @@
 
 diffusers stores linear weights as [out, in], and queries, keys and values as separate tensors. It orders
 concatenated channels by part; gpt4d interleaves them (gpt4d.parallel.layers.sharding.interleaved_order).
-No torch here.
 """
 
 from __future__ import annotations

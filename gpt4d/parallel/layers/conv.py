@@ -32,10 +32,6 @@ class Convolution:
     upsampling: int
     in_first: bool
 
-    def out_size(self, size: tuple[int, int], kernel_size: tuple[int, int]) -> tuple[int, int]:
-        """Return height and width of the output for an input of ``size``."""
-        return self.convolved_size([extent * self.upsampling for extent in size], kernel_size)
-
     def convolved_size(self, size: Sequence[int], kernel_size: Sequence[int]) -> tuple[int, int]:
         """Return height and width of the output for an upsampled input of ``size``."""
         height, width = (
@@ -51,7 +47,7 @@ class Convolution:
         d_x = convolution_input_gradient(d_out, weight, x, self)
         return d_x if self.upsampling == 1 else sums_of_repeated(d_x, self.upsampling)
 
-    def weight_gradient(self, d_out, x, weight, added_to=None):
+    def weight_gradient(self, d_out, x, weight, added_to):
         gradient = convolution_weight_gradient(d_out, self._enlarged(x), weight, self)
         return as_stored(gradient, weight) if added_to is None else add_gradient_(added_to, gradient)
 
@@ -235,11 +231,6 @@ class Conv2dSpec(LayerSpec):
     def operation(self) -> Convolution:
         """The computation of the layer on one rank."""
         return Convolution(self.stride, self.padding, self.upsampling, in_first=self.axes.produced is None)
-
-    @property
-    def weight_elements(self) -> int:
-        """Number of elements of the global weight."""
-        return self.in_channels * self.out_channels * math.prod(self.kernel)
 
     def parameters(self) -> dict[str, ParameterSpec]:
         """Return weight [out, in, *kernel] and bias [out]; the weight is [in, out, *kernel] if no axis splits out.

@@ -132,7 +132,7 @@ class GroupedMatmul:
     def input_gradient(self, d_out_BN, weight, x_BK):
         return grouped_input_gradient(d_out_BN, weight, x_BK, self.rows_E)
 
-    def weight_gradient(self, d_out_BN, x_BK, weight, added_to=None):
+    def weight_gradient(self, d_out_BN, x_BK, weight, added_to):
         return grouped_weight_gradient(d_out_BN, x_BK, weight, added_to, self.rows_E)
 
 

@@ -170,7 +170,7 @@ class Float8Matmul:
         d_x = float8_product(d_out, transposed(values), of_d_out, of_weight, None, x_BK.dtype, False)
         return d_x.unflatten(0, x_BK.shape[:-1])
 
-    def weight_gradient(self, d_out_BN, x_BK, weight, added_to=None):
+    def weight_gradient(self, d_out_BN, x_BK, weight, added_to):
         x, of_x = _converted(x_BK.flatten(0, -2), VALUES, transpose=True)
         d_out, of_d_out = _converted(_matrix(d_out_BN, x_BK), GRADIENTS, transpose=True)
         gradient = float8_product(x, d_out, of_x, of_d_out, None, weight.dtype, False).unflatten(-1, self.features)

@@ -22,7 +22,8 @@ class BoundLayer(Protocol):
     Attributes:
         context: grid and settings of the stage.
         weights: the weights of the stage, which the layer gathers.
-        current_pass: how the current forward computes.
+        current_pass: how the current forward computes. Only a forward reads it: a backward, and the recomputation of a
+            product's input (gpt4d.parallel.layers.product.Recomputable), belong to no pass.
     """
 
     context: Context

@@ -1,14 +1,15 @@
 """Talk to a model that was trained on conversations.
 
-python -m gpt4d chat checkpoint=runs/NAME
-python -m gpt4d chat checkpoint=runs/NAME prompts=questions.txt out=answers.jsonl
-torchrun --nproc-per-node 4 -m gpt4d chat checkpoint=runs/NAME gx=4
+python -m gpt4d.chat checkpoint=runs/NAME
+python -m gpt4d.chat checkpoint=runs/NAME prompts=questions.txt out=answers.jsonl
+torchrun --nproc-per-node 4 -m gpt4d.chat checkpoint=runs/NAME gx=4
 
 In the terminal, /reset begins a new conversation, Ctrl-C stops an answer, and Ctrl-D ends.
 """
 
 import json
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,11 +19,12 @@ from typing import Any, NamedTuple, Self, cast
 import torch.distributed as dist
 
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
+from gpt4d.checkpoint.trained_model import inference_plan, trained_model
 from gpt4d.config import ConfigError, asks_for_help, from_arguments, setting
+from gpt4d.config.commands import one_line_errors
 from gpt4d.data import tokenizers, transformers_tokenizer
 from gpt4d.data.chat_template import all_templates, limits, template_for
 from gpt4d.data.conversations import Conversation, Unread, parse, row_of, unread_keys
-from gpt4d.inference.model import inference_plan, trained_model
 from gpt4d.parallel.stage import Stage
 from gpt4d.runtime.consensus import run_on_rank0
 from gpt4d.runtime.errors import one_line
@@ -327,3 +329,8 @@ def _answer_file(chat: Chat, conversations: list[Conversation], ids: list[list[i
             replace_file(out, "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in complete))
         cut = sum(not answer.complete for answer in answers.values())
         print(f"{len(answers)} answers in {out}" + (f"; {cut} are cut, with finish_reason length" if cut else ""))
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(sys.argv[1:])

@@ -1,12 +1,13 @@
 """Evaluate a trained model: a text model on tasks of lm-evaluation-harness, an image model by the FID of its images.
 
-python -m gpt4d evaluate checkpoint=runs/NAME tasks=hellaswag,arc_easy limit=200
-python -m gpt4d evaluate checkpoint=runs/NAME tasks=my_task.yaml out=results.json
-torchrun --nproc-per-node 4 -m gpt4d evaluate checkpoint=runs/NAME tasks=hellaswag gx=2 gdata=2
-python -m gpt4d evaluate checkpoint=runs/NAME metrics=fid images=2000
+python -m gpt4d.evaluate checkpoint=runs/NAME tasks=hellaswag,arc_easy limit=200
+python -m gpt4d.evaluate checkpoint=runs/NAME tasks=my_task.yaml out=results.json
+torchrun --nproc-per-node 4 -m gpt4d.evaluate checkpoint=runs/NAME tasks=hellaswag gx=2 gdata=2
+python -m gpt4d.evaluate checkpoint=runs/NAME metrics=fid images=2000
 """
 
 import json
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +16,11 @@ from typing import Any, cast
 from rich.console import Console
 
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
+from gpt4d.checkpoint.trained_model import inference_plan, trained_model
 from gpt4d.config import ConfigError, asks_for_help, from_arguments, setting
+from gpt4d.config.commands import one_line_errors
 from gpt4d.data import transformers_tokenizer
 from gpt4d.evaluation.tasks import Tasks, check_names, result_values, results_table
-from gpt4d.inference.model import inference_plan, trained_model
 from gpt4d.plan import ParallelPlan
 from gpt4d.runs.logger import last_elapsed_s
 from gpt4d.runtime.consensus import run_on_rank0
@@ -134,3 +136,8 @@ def _report(config: EvaluateConfig, checkpoint: Checkpoint, found: dict[str, Any
         file = LineLog(log)
         file.append(json.dumps(line))
         file.close()
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(sys.argv[1:])

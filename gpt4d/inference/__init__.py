@@ -1,1 +1,0 @@
-"""Commands that use a trained model: generation, chats and evaluation, on any plan."""
