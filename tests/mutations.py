@@ -82,8 +82,8 @@ MUTATIONS = [
     # Runtime and run directories
     Mutation(
         "runtime/consensus.py",
-        "for first_error in filter(None, errors):",
-        "for first_error in filter(None, errors[:1]):",
+        "for rank, first_error in enumerate(errors):",
+        "for rank, first_error in enumerate(errors[:1]):",
         "an error of any rank is raised on all ranks",
         "tests/runtime/test_consensus.py",
     ),

@@ -25,8 +25,8 @@ def run_on_all_ranks(
 ) -> T:
     """Return this rank's ``work()`` once it has succeeded on every rank. If it fails on any rank, all ranks raise.
 
-    All ranks raise the ConfigError of the first rank that fails, or a RuntimeError. A rank prints the traceback of any
-    other exception, because the error that ends the job has none.
+    The first rank that fails raises its exception. All other ranks raise the same ConfigError, or a RuntimeError. Each
+    rank prints the traceback of any other exception, because the error that ends the job may be another rank's.
 
     ``name``: name of the work in reports ("loading the checkpoint"), as in all functions of this module. A thread other
     than the main thread has its own ``track`` and ``group``.
@@ -41,8 +41,9 @@ def run_on_all_ranks(
             error = raised
         with activity.waiting():
             errors = gather_in_group(error and _error_to_json(error, name), group)
-    for first_error in filter(None, errors):
-        raise _error_from_json(first_error)
+    for rank, first_error in enumerate(errors):
+        if first_error:
+            raise error if error and rank == dist.get_rank(group) else _error_from_json(first_error)
     return result
 
 

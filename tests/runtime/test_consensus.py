@@ -78,8 +78,8 @@ def raise_on_rank_1(error):
         (KeyError("a"), (RuntimeError, "work: rank 1 failed: KeyError('a')")),
     ],
 )
-def test_an_error_of_one_rank_is_raised_on_every_rank_with_its_class(ranks, error, raised):
-    assert ranks.run(3, raise_on_rank_1, error) == [raised] * 3
+def test_an_error_of_one_rank_is_raised_by_it_and_as_a_known_class_on_every_other_rank(ranks, error, raised):
+    assert ranks.run(3, raise_on_rank_1, error) == [raised, (type(error), str(error)), raised]
 
 
 def receivers_of_pickles(config):
