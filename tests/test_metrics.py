@@ -38,7 +38,10 @@ def test_perplexity_is_infinite_where_it_overflows_and_no_bytes_give_no_bits():
 
 
 def test_the_task_chooses_the_unit_of_the_step_line_and_of_the_history(tmp_path, capsys):
-    log = logger.RunLogger(Config(), tmp_path, unit="images")
+    config = Config()
+    config.run.dir = str(tmp_path)
+    log = logger.RunFiles(config, "images")
+    log.open_log()
     log.step({"step": 1, "loss": 2.0, "images": 64, "images_per_s": 1234.0, "step_time_s": 1.0, "comm": {}})
     log.close()
     assert "loss 2.0000  1,234 images/s" in capsys.readouterr().out

@@ -23,7 +23,7 @@ from gpt4d.runs import logger
 from gpt4d.runtime.signals import Stopped, StopRequest
 from gpt4d.trackers import run_trackers
 from gpt4d.trackers.run_trackers import RunTrackers, tag
-from gpt4d.training import trainer
+from gpt4d.training.trainer import Trainer
 from gpt4d.validation import validate
 from tests.support.commands import wrong_messages
 from tests.support.data_files import one_line
@@ -115,9 +115,9 @@ def test_a_run_in_three_parts_that_repeats_steps_is_one_curve(ranks, tiny, names
         assert sorted(POINTS[name](run_dir)) == [(step, pytest.approx(once[step], rel=1e-6)) for step in sorted(once)]
 
 
-def wandb_config():
+def wandb_config(directory=""):
     config = Config()
-    config.logging.trackers, config.run.name = ["wandb"], "run"
+    config.logging.trackers, config.run.name, config.run.dir = ["wandb"], "run", str(directory)
     return config
 
 
@@ -130,9 +130,10 @@ def sample(tmp_path):
 
 
 def log_sample(directory, name, sample):
-    config = wandb_config()
+    config = wandb_config(directory)
     config.logging.trackers = [name]
-    log = logger.RunLogger(config, directory)
+    log = logger.RunFiles(config, "tokens")
+    log.open_log()
     log.event("sample", "", step=3, tokens=48, **sample)
     log.close()
 
@@ -330,18 +331,18 @@ def test_an_error_of_wandb_is_one_line(tmp_path, monkeypatch):
     for name in ("WANDB_API_KEY", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))  # without a key in ~/.netrc
-    online, wrong_name = wandb_config(), wandb_config()
+    online, wrong_name = wandb_config(tmp_path), wandb_config(tmp_path)
     online.logging.online, wrong_name.logging.project = True, "a/b"
     mistakes = [
         (online, "logging.online=true: wandb reports 'No API key configured"),
         (wrong_name, "logging.project=a/b logging.online=false: wandb reports … Invalid project name"),
     ]
-    assert not wrong_messages(mistakes, lambda config: logger.RunLogger(config, tmp_path))
+    assert not wrong_messages(mistakes, lambda config: logger.RunFiles(config, "tokens").open_log())
 
 
 def train_and_note_plots(config, fails, signal=None):
     """Train, and write the last step of metrics.jsonl at each plot to the file ``plots``."""
-    original, stop = trainer.plot_losses, StopRequest()
+    original, stop = logger.plot_losses, StopRequest()
     stop.signal = signal
 
     def plot(runs, path, *x_axes, title):
@@ -352,8 +353,8 @@ def train_and_note_plots(config, fails, signal=None):
             raise ValueError("no font")
         original(runs, path, *x_axes, title=title)
 
-    with patch.object(trainer, "plot_losses", plot), suppress(Stopped):
-        trainer.Trainer(validate(config, dist.get_world_size()), torch.device("cpu")).run(stop)
+    with patch.object(logger, "plot_losses", plot), suppress(Stopped):
+        Trainer(validate(config, dist.get_world_size()), torch.device("cpu")).run(stop)
 
 
 def plots(config):

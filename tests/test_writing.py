@@ -89,7 +89,8 @@ def test_a_run_is_finished_even_if_its_plot_cannot_be_written(ranks, tiny):
 def train_and_change_directory(config, change):
     """Train, and call ``change(run_dir)`` on rank 0 in the second step."""
     trainer = build_trainer(config)
-    with before_each_step(trainer, lambda step: change(trainer.run_dir) if step == 2 and trainer.lock else None):
+    files = trainer.files
+    with before_each_step(trainer, lambda step: change(files.run_dir) if step == 2 and files.lock else None):
         trainer.run()
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from gpt4d.checkpoint import checkpoint_dir, lifecycle, storage
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint, Meta, Progress
@@ -20,16 +20,11 @@ from gpt4d.optim.schedule import learning_rate
 from gpt4d.parallel.stage import Stage
 from gpt4d.plan import ParallelPlan
 from gpt4d.runs import starts
+from gpt4d.runs.logger import RunFiles
 from gpt4d.runtime import gpu
 from gpt4d.runtime.consensus import all_ranks_true, run_on_all_ranks, run_on_rank0
 from gpt4d.step import TrainStep
 from gpt4d.task.task import Task
-
-
-class EventLog(Protocol):
-    """Log to which events are reported (gpt4d.runs.logger.RunLogger)."""
-
-    def event(self, event: str, message: str, /, **values) -> None: ...
 
 
 class RunCheckpoints:
@@ -39,14 +34,14 @@ class RunCheckpoints:
         plan: the grids to record; its configuration says where and how often to save.
         stage: the model on this rank.
         task: identity of the data, and additional state.
-        task_name: its name in the registry.
         monitor: the loss monitor, whose statistics are saved and restored.
+        log: the log.
     """
 
-    def __init__(self, plan: ParallelPlan, stage: Stage, task: Task, task_name: str, monitor: LossMonitor):
-        self.plan, self.stage, self.task, self.task_name, self.monitor = plan, stage, task, task_name, monitor
+    def __init__(self, plan: ParallelPlan, stage: Stage, task: Task, monitor: LossMonitor, log: RunFiles):
+        self.plan, self.stage, self.task, self.monitor, self.log = plan, stage, task, monitor, log
+        self.task_name = registry.of(plan.config.model).task
         self.run_dir = Path(plan.config.run.dir)
-        self.log: EventLog
         self.changes: Mapping[str, Change] = {}  # settings that differ from the checkpoint's settings
         self.initial: Path | None = None  # the checkpoint whose weights the run has started from
         self._inherited: dict[str, bytes] = {}  # files of the loaded checkpoint that an export needs
@@ -55,14 +50,14 @@ class RunCheckpoints:
         self.before_update = self._saver.before_change
         self.close, self.finish = self._saver.close, self._saver.finish
 
-    def resume(self, step: TrainStep, log: EventLog) -> Progress:
+    def resume(self, step: TrainStep) -> Progress:
         """Load the newest intact checkpoint that ``checkpoint.resume`` selects, and return its progress.
 
         A run without checkpoints loads the weights of ``checkpoint.init``, if that is set.
 
         Raises ConfigError on all ranks if the run was trained with other settings or other data.
         """
-        self.log, config = log, self.plan.config
+        log, config = self.log, self.plan.config
         run_on_rank0(lambda: lifecycle.remove_leftovers(self.run_dir), "removing unfinished checkpoints")
         damaged: list[Path] = []
         progress = Progress()

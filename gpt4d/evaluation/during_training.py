@@ -1,7 +1,7 @@
 """Evaluation of a model during its training, on the ranks that train it."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,10 +13,10 @@ from gpt4d.config import ConfigError
 from gpt4d.data import tokenizers, transformers_tokenizer
 from gpt4d.evaluation.shared_model import SharedModel
 from gpt4d.evaluation.tasks import Result, Tasks, named_as_in_training, result_values
-from gpt4d.parallel.stage import Stage
 from gpt4d.plan import ParallelPlan
-from gpt4d.runs.logger import NullLogger, RunLogger
+from gpt4d.runs.logger import RunFiles
 from gpt4d.runtime.consensus import run_on_rank0
+from gpt4d.step import TrainStep
 from gpt4d.task.task import Task
 
 if TYPE_CHECKING:
@@ -30,20 +30,20 @@ class TrainingEvaluation:
 
     Args:
         plan: the plan of the run.
-        stage: this rank's stage.
         task: the task of the run, which has the tokenizer and the averaged weights.
-        release_graphs: frees the memory of the steps' CUDA graphs for an evaluation.
+        train_step: the step with this rank's stage.
+        log: the log of the results.
 
     Raises ConfigError on every rank for a task that cannot be loaded.
     """
 
-    def __init__(self, plan: ParallelPlan, stage: Stage, task: Task, release_graphs: Callable[[], None]):
-        self.config, self.task, self.release_graphs = plan.config, task, release_graphs
+    def __init__(self, plan: ParallelPlan, task: Task, train_step: TrainStep, log: RunFiles):
+        self.config, self.task, self.train_step, self.log = plan.config, task, train_step, log
         settings, model = plan.config.evaluate, cast(Any, plan.config.model)
         files = tokenizers.as_trained(task.documents(), task.identity(), plan.config.run.dir)
         tokenizer = transformers_tokenizer.load(files, plan.config.run.dir, model.max_positions)
         ends = transformers_tokenizer.end_tokens(tokenizer, files)
-        self.model = SharedModel(stage, tokenizer, ends, settings.batch_size)
+        self.model = SharedModel(train_step.stage, tokenizer, ends, settings.batch_size)
         self._tasks: list[Tasks] = []  # on rank 0
         run_on_rank0(self._load, "loading the tasks")
 
@@ -53,31 +53,25 @@ class TrainingEvaluation:
             tasks = Tasks(settings.tasks, settings.limit, settings.num_fewshot, allow_code=settings.allow_code)
             self._tasks.append(tasks)
 
-    def results(self) -> list[Result] | None:
-        """Return the results with the averaged weights, if the run has them; None on ranks other than 0.
+    def report(self, progress: "Progress") -> None:
+        """Evaluate the model after the step ``progress``, with the averaged weights if the run has them.
 
-        Raises ConfigError on all ranks for a task that fails.
-        """
-        self.release_graphs()
-        with named_as_in_training(), without_effects(), self.task.averaged():
-            return self.model.run(lambda: self._tasks[0].evaluate(self.model, errors=False))
-
-    def report(self, log: RunLogger | NullLogger, progress: "Progress") -> None:
-        """Evaluate the model after the step ``progress``, and write the results to the log. All ranks call it.
-
-        A task that fails costs this evaluation and a warning.
+        Write the results to the log. A task that fails costs this evaluation and a warning. All ranks call it.
         """
         reached = progress.values(self.task.unit)
+        self.train_step.release_graphs()
+        self.train_step.before_update()  # the averaged weights replace the weights, which a save may copy
         try:
-            results = self.results()
+            with named_as_in_training(), without_effects(), self.task.averaged():
+                results = self.model.run(lambda: self._tasks[0].evaluate(self.model, errors=False))
         except ConfigError as error:
             message = f"warning: {error}; the training continues without this evaluation"
-            log.event("evaluation_failed", message, **reached, problem=str(error))
+            self.log.event("evaluation_failed", message, **reached, problem=str(error))
             return
-        if results is not None:
+        if results is not None:  # on rank 0
             message = f"step {progress.step}/{self.config.train.steps}  {_line(results)}"
             values = {"limit": self.config.evaluate.limit, "tasks": result_values(results)}
-            log.event("evaluation", message, **reached, **values)
+            self.log.event("evaluation", message, **reached, **values)
 
 
 def _line(results: Sequence[Result]) -> str:

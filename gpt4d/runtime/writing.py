@@ -39,6 +39,22 @@ def optional_file(path: Path) -> Iterator[None]:
         warn(f"{file_error(path, error)}")
 
 
+@contextmanager
+def replace_when_complete(path: Path) -> Iterator[Path]:
+    """Yield a temporary path, which is renamed to ``path`` if the block succeeds and removed otherwise.
+
+    If the file cannot be written, print a warning.
+    """
+    partial = path.with_name(f"partial_{path.name}")
+    with optional_file(path):
+        try:
+            partial.unlink(missing_ok=True)  # a FIFO of this name blocks
+            yield partial
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
 def replace_file(path: Path, content: str) -> None:
     """Replace the content of ``path`` atomically, also if the machine loses power. Raises OSError."""
     partial = path.with_name(f"{path.name}.partial")

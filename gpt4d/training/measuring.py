@@ -1,12 +1,16 @@
-"""Measurements of the training loop: time, throughput, memory and communication of each logged step."""
+"""Measurements of the training loop: times, memory and communication of each logged step, and validation losses."""
 
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
+from typing import Any
 
 import torch
 
 from gpt4d.checkpoint.checkpoint_dir import Progress
+from gpt4d.config import HELD_OUT
 from gpt4d.config.machine import peak_flops
 from gpt4d.optim.monitor import StepMetrics
 from gpt4d.parallel.stage import Stage
@@ -14,10 +18,11 @@ from gpt4d.plan import ParallelPlan
 from gpt4d.planner.estimate import GIB
 from gpt4d.planner.stages import PipelineEstimate
 from gpt4d.planner.workload import training_state
+from gpt4d.runs.logger import RunFiles, of_loss
 from gpt4d.runtime import gpu
 from gpt4d.runtime.consensus import all_gather_json
-from gpt4d.step import routing_summary
-from gpt4d.task.task import Task
+from gpt4d.step import TrainStep, routing_summary
+from gpt4d.task.task import Task, ValidationSet
 
 _LATE = 1.5  # times the median step time
 _LATE_TIMES = 5  # consecutive lines of metrics.jsonl after which a straggler is reported
@@ -31,10 +36,11 @@ class StepMeter:
         stage: the stage whose axes count their traffic.
         task: the task, which provides the unit and the time spent waiting for data.
         hosts: each rank's host, to name stragglers.
+        log: the log to which stragglers are reported.
     """
 
-    def __init__(self, plan: ParallelPlan, stage: Stage, task: Task, hosts: list[str]):
-        self.stage, self.task = stage, task
+    def __init__(self, plan: ParallelPlan, stage: Stage, task: Task, hosts: list[str], log: RunFiles):
+        self.stage, self.task, self.log = stage, task, log
         self.devices = sum(stage_plan.sizes.devices for stage_plan in plan.stages)
         self.stragglers = StragglerDetector(hosts)
         self.sample_flops = plan.description.training_flops(1, plan.config.train.seq_len)
@@ -57,11 +63,10 @@ class StepMeter:
         for axis in self.stage.axes.values():
             axis.traffic.timed = timed
 
-    def measure(self, step: StepMetrics, progress: Progress, log) -> dict:
+    def measure(self, step: StepMetrics, progress: Progress) -> dict:
         """Return the line of metrics.jsonl for the steps since ``restart``; times and bytes are per step.
 
-        Times of communication are means over the timed steps, or zero without timed steps. All ranks call it. A
-        straggler is reported to ``log``.
+        Times of communication are means over the timed steps, or zero without timed steps. All ranks call it.
         """
         task, device, steps = self.task, self.stage.weights.device, progress.step - self._step
         seconds = (time.perf_counter() - self._started) / steps
@@ -76,7 +81,7 @@ class StepMeter:
         busy, late = self.stragglers.note(busy_s)
         if late:
             host = self.stragglers.hosts[busy["slowest"]]
-            log.event("straggler", f"LATE: {late}", step=progress.step, host=host, **busy)
+            self.log.event("straggler", f"LATE: {late}", step=progress.step, host=host, **busy)
         ranks = self.stage.weights.context.expert_axis.size
         moe = {"moe": routing_summary(step.routing, ranks)} if len(step.routing) else {}
         return {
@@ -99,6 +104,42 @@ class StepMeter:
             **moe,
             **task.training_values(self._sample, progress.samples),
         }
+
+
+class Validation:
+    """Computes and reports the losses of the validation sets."""
+
+    def __init__(self, plan: ParallelPlan, task: Task, train_step: TrainStep, log: RunFiles):
+        self.plan, self.task, self.train_step, self.log = plan, task, train_step, log
+
+    def report(self, progress: Progress) -> dict[str, float]:
+        """Report the losses of the validation sets, and return the mean loss per counted unit of each set.
+
+        With ``optim.validate_averages``, also report the losses of the averaged weights.
+        """
+        sets = {name: data for name, data in self.task.validation.items() if data.steps}
+        results = {name: self.evaluate(data) for name, data in sets.items()}
+        if not results:
+            return {}
+        losses = {name: result["loss"] for name, result in results.items()}
+        if self.plan.config.optim.validate_averages:
+            with self.task.averaged():
+                for name, data in sets.items():
+                    results[name]["average_loss"] = self.evaluate(data)["loss"]
+        held_out: Mapping[str, float | None] = results.pop(HELD_OUT, {"loss": None})
+        shown = [f"{name} {loss:.4f}".removeprefix(f"{HELD_OUT} ") for name, loss in losses.items()]
+        if "average_loss" in held_out:
+            shown[0] += f", of averaged weights {held_out['average_loss']:.4f}"
+        message = f"step {progress.step}/{self.plan.config.train.steps}  validation loss {', '.join(shown)}"
+        values: Mapping[str, Any] = {**held_out, "sets": results} if results else held_out
+        self.log.event("validation", message, **progress.values(self.task.unit), **values)
+        return losses
+
+    def evaluate(self, data: ValidationSet) -> dict[str, float]:
+        """Return the loss per counted unit of a validation set; for text also its perplexity and bits per byte."""
+        batches = chain.from_iterable(map(data.batches, range(data.steps)))
+        total = self.train_step.evaluate(batches, data.steps * self.plan.microbatches).item()
+        return of_loss(total, data.units, data.text_bytes())
 
 
 def summary(plan: ParallelPlan, stage: Stage) -> str:

@@ -21,8 +21,9 @@ from gpt4d.parallel.comm.stats import now, seconds_between
 from gpt4d.parallel.engine.interleave import YieldPoint
 from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.pipeline import trace
+from gpt4d.runs.logger import RunFiles
 from gpt4d.runtime.consensus import all_gather_json
-from gpt4d.runtime.writing import optional_file
+from gpt4d.runtime.writing import optional_file, replace_when_complete
 from gpt4d.step import TrainStep
 from gpt4d.training import timeline
 from gpt4d.training.timeline import LayerSpan
@@ -36,15 +37,15 @@ class Profile:
     not change. On all other steps nothing is recorded, and the model has no hooks.
     """
 
-    def __init__(self, config: Config, train_step: TrainStep, logger, done: int):
-        self.config, self.train_step, self.logger = config, train_step, logger
+    def __init__(self, config: Config, train_step: TrainStep, log: RunFiles, done: int):
+        self.config, self.train_step, self.log = config, train_step, log
         self.stage, self.runtime = train_step.stage, train_step.runtime
         self.grid, self.device = self.stage.grid, self.stage.weights.device
         self.recording = ExitStack()
         first, last = profiled_steps(config) or (0, 0)
         self.first, self.last = max(first, done + 1), min(last, config.train.steps)
         if 0 < last <= done:
-            logger.event("profile", f"profile.steps={config.profile.steps}: already past, resumed at step {done}")
+            log.event("profile", f"profile.steps={config.profile.steps}: already past, resumed at step {done}")
 
     def __enter__(self) -> "Profile":
         return self
@@ -91,7 +92,7 @@ class Profile:
             directory.mkdir(parents=True, exist_ok=True)
         if self.stage.exchange:
             self._draw_pipeline(directory, recorded.since(start))
-        with _replace_when_complete(directory / f"rank_{self.grid.world.index:05d}.json.gz") as path:
+        with replace_when_complete(directory / f"rank_{self.grid.world.index:05d}.json.gz") as path:
             self.trace.export_chrome_trace(str(path))
         if self.grid.world.index:
             return
@@ -101,9 +102,9 @@ class Profile:
         ]
         axes = {name: axis.traffic.since(start) for name, axis in self.stage.axes.items()}
         title = f"{self.config.run.name}: step {self.last} on grid {self.grid.sizes} (x, y, z, data), rank 0"
-        with _replace_when_complete(directory / "timeline.png") as path:
+        with replace_when_complete(directory / "timeline.png") as path:
             timeline.draw(path, title, seconds_between(start, stop), spans, axes)
-        self.logger.event("profile", f"traces and timeline: {directory}", step=self.last, path=str(directory))
+        self.log.event("profile", f"traces and timeline: {directory}", step=self.last, path=str(directory))
 
     def _draw_pipeline(self, directory: Path, recorded: trace.StageTrace) -> None:
         """Write ``pipeline.png`` on rank 0: the last step on the first rank of each stage. All ranks call this."""
@@ -114,7 +115,7 @@ class Profile:
         of_stages = {index: trace.StageTrace.from_json(values) for index, values in filter(None, gathered)}
         timeline_of_all = trace.timeline([of_stages[index] for index in range(len(of_stages))])
         title = f"{self.config.run.name}: step {self.last}, {self.config.parallel.pipeline.schedule}"
-        with _replace_when_complete(directory / "pipeline.png") as path:
+        with replace_when_complete(directory / "pipeline.png") as path:
             trace.draw(timeline_of_all, title, path)
 
 
@@ -266,18 +267,3 @@ def _name_collectives(axes: Iterable[Axis]) -> Iterator[None]:
     finally:
         for axis in axes:
             axis.traffic.named_range = nullcontext
-
-
-@contextmanager
-def _replace_when_complete(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, which is renamed to ``path`` if the block succeeds and removed otherwise.
-
-    If the file cannot be written, print a warning.
-    """
-    partial_path = path.with_name(f"partial_{path.name}")
-    with optional_file(path):
-        try:
-            yield partial_path
-            partial_path.replace(path)
-        finally:
-            partial_path.unlink(missing_ok=True)

@@ -75,5 +75,5 @@ def train(config: Config) -> None:
             trainer = Trainer(plan, job.device, job.watchdog)
             memory.stage = trainer.stage
             trainer.run(stop)
-    if trainer.log.hangs:
+    if trainer.files.hangs:
         exit_immediately(code=0)

@@ -1,12 +1,11 @@
 """The training loop, from initial weights to the last checkpoint."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from itertools import chain
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,11 +18,9 @@ from gpt4d.optim.monitor import LossMonitor, PendingMetrics, StepMetrics
 from gpt4d.optim.schedule import check_schedule, learning_rate
 from gpt4d.parallel.comm import collectives
 from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.stage import Stage
 from gpt4d.plan import ParallelPlan
-from gpt4d.runs import logger, starts
-from gpt4d.runs.history import History
-from gpt4d.runs.lock import DirectoryLock
-from gpt4d.runs.plots import plot_losses
+from gpt4d.runs.logger import RunFiles
 from gpt4d.runtime import activity, gpu, signals
 from gpt4d.runtime.activity import MAIN
 from gpt4d.runtime.consensus import run_on_rank0
@@ -31,10 +28,8 @@ from gpt4d.runtime.hangs import HangDetector
 from gpt4d.runtime.job import RAISED_ON_ALL_RANKS
 from gpt4d.runtime.signals import StopRequest
 from gpt4d.runtime.watchdog import Watchdog
-from gpt4d.runtime.writing import optional_file, required_file, warn
 from gpt4d.step import TrainStep, build_stage, connect_stages
 from gpt4d.task import registry as tasks
-from gpt4d.task.task import ValidationSet
 from gpt4d.training import measuring, preflight
 from gpt4d.training.profiling import Profile
 
@@ -50,70 +45,62 @@ class Trainer:
 
     def __init__(self, plan: ParallelPlan, device: torch.device, watchdog: Watchdog | None = None):
         self.device, self.watchdog = device, watchdog
-        config, self.run_dir = plan.config, Path(plan.config.run.dir)
-        timeout_s = config.parallel.timeout_s
-        self.hang_detector = HangDetector({}, timeout_s, self.run_dir / "hang")
+        self.hang_detector = HangDetector({}, plan.config.parallel.timeout_s, Path(plan.config.run.dir) / "hang")
         if watchdog:
             watchdog.hang_detector = self.hang_detector
-        self.lock: DirectoryLock | None = None  # only on rank 0
-        if config.train.deterministic:
+        if plan.config.train.deterministic:
             torch.use_deterministic_algorithms(True)
             # By default torch also fills every temporary tensor.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        task_name = registry.of(config.model).task
-        self.task = tasks.get(task_name).create(config)
-        config = with_epochs(config, self.task.samples)
+        self.task = task = tasks.get(registry.of(plan.config.model).task).create(plan.config)
+        self.config = config = with_epochs(plan.config, task.samples)
         check_schedule(config)
         self.plan = plan = replace(plan, config=config)
-        self.config = config
-        run_on_rank0(self._enter_run_dir, "locking run.dir")
-        rank = torch.distributed.get_rank()
-        stage_plan = plan.stage_of(rank)
-        with self._connecting("connecting the ranks of the grid's axes"):
-            timeout = gpu.backend_timeout(timeout_s)
-            context, expert_data = config.parallel.context, config.parallel.expert_data
-            grid = Grid(stage_plan.sizes, device.type, stage_plan.ranks, timeout, context, expert_data)
-        self.hang_detector.axes = grid.active_axes
-        self.hosts, self.slow = preflight.compare(config, device, collectives.probes(grid.active_axes, device))
-        self.stage = build_stage(plan, grid, device)
-        if len(plan.stages) > 1:
-            with self._connecting("connecting the pipeline's stages"):
-                connect_stages(plan, self.stage, self.hosts.count(self.hosts[0]), gpu.backend_timeout(timeout_s))
-            self.hang_detector.axes = self.stage.axes
-            self.hang_detector.places = {rank: f"stage {stage.index}" for stage in plan.stages for rank in stage.ranks}
-        self.hang_detector.name_layers(self.stage.module)
-        self.task.connect(self.stage, plan.micro_batch_size(stage_plan))
+        self.files = RunFiles(config, task.unit)
+        run_on_rank0(self.files.enter, "locking run.dir")
+        self.stage = self._connected_stage()
+        task.connect(self.stage, plan.micro_batch_size(plan.stages[self.stage.index]))
         best = config.checkpoint.keep_best
-        if best and not (best in self.task.validation and self.task.validation[best].steps):
+        if best and not (best in task.validation and task.validation[best].steps):
             raise ConfigError(
                 f"checkpoint.keep_best={best}: the data have no batch of this validation set; raise "
                 "data.validation_fraction, or name a set of data.validation"
             )
         self.monitor = LossMonitor(config.train, config.optim.lr)
-        self.checkpoints = RunCheckpoints(plan, self.stage, self.task, task_name, self.monitor)
-        self.train_step = TrainStep(
-            self.stage,
-            self.task.compute,
-            config.optim,
-            config.parallel.overlap.data,
-            self.checkpoints.before_update,
-            is_spike=self.monitor.spikes if config.train.skip_spikes else None,
-            cuda_graphs=config.train.cuda_graphs,
-        )
+        self.checkpoints = RunCheckpoints(plan, self.stage, task, self.monitor, self.files)
+        before_update, overlap = self.checkpoints.before_update, config.parallel.overlap.data
+        is_spike, graphs = self.monitor.spikes if config.train.skip_spikes else None, config.train.cuda_graphs
+        self.train_step = TrainStep(self.stage, task.compute, config.optim, overlap, before_update, is_spike, graphs)
         if watchdog:
-            watchdog.finish_save = self.checkpoints.finish
+            watchdog.finish_save, watchdog.record_failure = self.checkpoints.finish, self.files.fail
             for link in self.stage.exchange.links.values() if self.stage.exchange else ():
                 if link.worker is not None:
                     link.worker.on_error = watchdog.end_job
-        self.evaluation: TrainingEvaluation | None = None
-        if config.evaluate.every:
-            self.evaluation = TrainingEvaluation(plan, self.stage, self.task, self.train_step.release_graphs)
-        self.meter = measuring.StepMeter(plan, self.stage, self.task, self.hosts)
+        common = plan, task, self.train_step, self.files
+        self.validation = measuring.Validation(*common)
+        self.evaluation = TrainingEvaluation(*common) if config.evaluate.every else None
+        self.meter = measuring.StepMeter(plan, self.stage, task, self.hosts, self.files)
         self.progress = Progress()
-        self.validation_loss: float | None = None
-        self.started_at: float | None = None  # time of this start in starts.jsonl; only on rank 0
-        self.log: logger.RunLogger | logger.NullLogger = logger.NullLogger()
-        self.history: History | None = None  # only on rank 0
+        self.losses: dict[str, float] = {}  # of each validation set, if the last report has validated
+
+    def _connected_stage(self) -> Stage:
+        """Connect the ranks, compare them, and build this rank's stage."""
+        plan, parallel, rank = self.plan, self.plan.config.parallel, torch.distributed.get_rank()
+        own, timeout = plan.stage_of(rank), gpu.backend_timeout(parallel.timeout_s)
+        with self._connecting("connecting the ranks of the grid's axes"):
+            kind, context, expert_data = self.device.type, parallel.context, parallel.expert_data
+            grid = Grid(own.sizes, kind, own.ranks, timeout, context, expert_data)
+        self.hang_detector.axes = grid.active_axes
+        probes = collectives.probes(grid.active_axes, self.device)
+        self.hosts, self.slow = preflight.compare(plan.config, self.device, probes)
+        stage = build_stage(plan, grid, self.device)
+        if len(plan.stages) > 1:
+            with self._connecting("connecting the pipeline's stages"):
+                connect_stages(plan, stage, self.hosts.count(self.hosts[0]), timeout)
+            self.hang_detector.axes = stage.axes
+            self.hang_detector.places = {rank: f"stage {each.index}" for each in plan.stages for rank in each.ranks}
+        self.hang_detector.name_layers(stage.module)
+        return stage
 
     @contextmanager
     def _connecting(self, name: str) -> Iterator[None]:
@@ -129,51 +116,54 @@ class Trainer:
         stop = stop or StopRequest()
         try:
             run_on_rank0(self._open_log, "opening the log")
-            self.progress = self.checkpoints.resume(self.train_step, self.log)
-            self.task.verify(self.run_dir)
+            self.progress = self.checkpoints.resume(self.train_step)
+            self.task.verify(self.files.run_dir)
             run_on_rank0(self._record_start, "recording this start")
             for message in self.slow:
-                self.log.event("slow", f"SLOW: {message}", step=self.progress.step, what=message)
-            profile = Profile(self.config, self.train_step, self.log, self.progress.step)
+                self.files.event("slow", f"SLOW: {message}", step=self.progress.step, what=message)
+            profile = Profile(self.config, self.train_step, self.files, self.progress.step)
             with profile, stop.deferred():
                 self._loop(profile, stop)
             self.finish()
             if self.stage.exchange:  # not after an error, which must not wait for transfers
                 self.stage.exchange.close()
-            run_on_rank0(self.log.close, "closing the log")
+            run_on_rank0(self.files.close_log, "closing the log")
         except BaseException as error:
             # In a job of several ranks, report the error immediately and end the process. The error may result from an
             # error of another rank, so nothing here may wait before the report.
             if self.watchdog and not isinstance(error, RAISED_ON_ALL_RANKS):
                 raise
-            if self.started_at and isinstance(error, Exception):
-                self._record_failure(f"{type(error).__name__}: {error}")
+            if isinstance(error, Exception):
+                self.files.fail(f"{type(error).__name__}: {error}")
             self._close()
             raise
         self._close()
+
+    def _open_log(self) -> None:
+        self.files.open_log()
+        print(f"{measuring.summary(self.plan, self.stage)}\n{self.task.summary()}", flush=True)
+
+    def _record_start(self) -> None:
+        grids = [str(stage.sizes) for stage in self.plan.stages]
+        changes, initial = self.checkpoints.changes, self.checkpoints.initial
+        self.files.record_start(self._reached(), self.hosts, grids, self.task.identity(), changes, initial)
 
     def _close(self) -> None:
         self.train_step.release_graphs()  # before the end of the communicators that they use
         self.hang_detector.axes = {}  # drop unfinished collectives after an error; activities are watched to the end
         self.task.close()
         self.checkpoints.close()
-        self.log.close(briefly=True)
-        if self.lock:
-            self.lock.close()
+        self.files.close()
 
     def _loop(self, profile: Profile, stop: StopRequest) -> None:
-        config, progress, train = self.config, self.progress, self.config.train
+        progress, train = self.progress, self.config.train
         self.meter.restart(progress)
         self.hang_detector.begin_steps()
         unread: deque[PendingMetrics] = deque()
         first, stopping = progress.step, False
         while progress.step < train.steps and not stopping:
             step = progress.step + 1
-            last = step == train.steps
-            validating = last or _due(step, train.validate_every)
-            saving = last or _due(step, config.checkpoint.every)
-            evaluating = self.evaluation and (last or _due(step, config.evaluate.every))
-            reporting = validating or evaluating or saving or _due(step, config.logging.every)
+            reporting = bool(self._due(step))
             # Timing of communication slows a GPU, so only the last step before a report is timed.
             self.meter.time_communication(reporting or profile.includes(step) or self.device.type == "cpu")
             with profile.step(step):
@@ -183,20 +173,9 @@ class Trainer:
                 self.hang_detector.end_startup()
             # The GPU is one step ahead of the metrics that the host reads, unless the host needs them now.
             while len(unread) > (0 if reporting or stopping or train.skip_spikes else 1):
-                step_metrics = self.read(unread.popleft())
-                stopping |= step_metrics.stopping
-            if reporting or stopping:
-                self.log.step(self.meter.measure(step_metrics, progress, self.log))
-                losses = self._validate() if validating else {}
-                if validating and not last:  # the end of the run plots the losses of the last step
-                    run_on_rank0(self._plot_losses, "plotting the losses")
-                if (saving or stopping) and self.monitor.is_finite:
-                    run_on_rank0(self._keep_run_dir, "checking run.dir")
-                    self.checkpoints.save(self.train_step, progress, losses)
-                if self.evaluation and evaluating:
-                    self.checkpoints.before_update()  # the averaged weights replace the weights, which a save may copy
-                    self.evaluation.report(self.log, progress)
-                self.meter.restart(progress)
+                stopping |= self.read(unread.popleft()).stopping
+            for act in self._due(step, stopping):
+                act()
         self.hang_detector.end_startup()
         self.checkpoints.report_saved(wait=True)
         if progress.step == train.steps and not self.monitor.is_finite:
@@ -204,9 +183,27 @@ class Trainer:
         if stopping and progress.step < train.steps:
             reason = stop.signal or "another rank received a signal"
             message = f"{reason}: stopped after step {progress.step}; run the same command to resume"
-            self.log.event("signal", message, **progress.values(self.task.unit), signal=stop.signal)
-            run_on_rank0(self._plot_losses, "plotting the losses")
+            self.files.event("signal", message, **self._reached(), signal=stop.signal)
+            self._plot()
             raise signals.Stopped
+
+    def _due(self, step: int, stopping: bool = False) -> list[Callable[[], None]]:
+        """Return the actions after ``step``, in their order. The first one is the report of the step."""
+        config, last = self.config, step == self.config.train.steps
+
+        def due(every: int) -> bool:
+            return every > 0 and step % every == 0
+
+        actions: list[Callable[[], None]] = []
+        if last or due(config.train.validate_every):
+            actions += [self._validate] if last else [self._validate, self._plot]  # the end of the run also plots
+        if last or stopping or due(config.checkpoint.every):
+            actions.append(self._save)
+        if self.evaluation and (last or due(config.evaluate.every)):
+            actions.append(partial(self.evaluation.report, self.progress))
+        if actions or due(config.logging.every):
+            actions = [self._report, *actions, partial(self.meter.restart, self.progress)]
+        return actions
 
     def step(self, stop: StopRequest) -> PendingMetrics:
         """Train on the next batch; the update is skipped if loss or gradient norm are not finite."""
@@ -229,119 +226,40 @@ class Trainer:
         self.progress.skipped += step_metrics.skipped
         if event := self.monitor.note(step_metrics):
             message, values = event
-            self.log.event("skipped" if step_metrics.skipped else "spike", message, **values)
+            self.files.event("skipped" if step_metrics.skipped else "spike", message, **values)
         return step_metrics
 
-    def _validate(self) -> dict[str, float]:
-        """Report the losses of the validation sets, and return the mean loss per counted unit of each set.
+    def _report(self) -> None:
+        assert self.monitor.last
+        self.losses = {}
+        self.files.step(self.meter.measure(self.monitor.last, self.progress))
 
-        With ``optim.validate_averages``, also report the losses of the averaged weights.
-        """
-        sets = {name: data for name, data in self.task.validation.items() if data.steps}
-        results = {name: self.evaluate(data) for name, data in sets.items()}
-        if not results:
-            return {}
-        losses = {name: result["loss"] for name, result in results.items()}
-        if self.config.optim.validate_averages:
-            with self.task.averaged():
-                for name, data in sets.items():
-                    results[name]["average_loss"] = self.evaluate(data)["loss"]
-        held_out: Mapping[str, float | None] = results.pop(HELD_OUT, {"loss": None})
-        self.validation_loss = held_out["loss"]
-        shown = [f"{name} {loss:.4f}".removeprefix(f"{HELD_OUT} ") for name, loss in losses.items()]
-        if "average_loss" in held_out:
-            shown[0] += f", of averaged weights {held_out['average_loss']:.4f}"
-        message = f"step {self.progress.step}/{self.config.train.steps}  validation loss {', '.join(shown)}"
-        values: Mapping[str, Any] = {**held_out, "sets": results} if results else held_out
-        self.log.event("validation", message, **self.progress.values(self.task.unit), **values)
-        return losses
+    def _validate(self) -> None:
+        self.losses = self.validation.report(self.progress)
 
-    def evaluate(self, data: ValidationSet) -> dict[str, float]:
-        """Return the loss per counted unit of a validation set; for text also its perplexity and bits per byte."""
-        batches = chain.from_iterable(map(data.batches, range(data.steps)))
-        total = self.train_step.evaluate(batches, data.steps * self.plan.microbatches).item()
-        return logger.of_loss(total, data.units, data.text_bytes())
+    def _plot(self) -> None:
+        run_on_rank0(self.files.plot, "plotting the losses")
 
-    def _enter_run_dir(self) -> None:
-        """Create the run directory and lock it until the end of the run."""
-        with required_file(self.run_dir):
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-        self.lock = DirectoryLock(self.run_dir)
+    def _save(self) -> None:
+        """Start to save, unless the last step was not finite: the update before may have spoiled the weights."""
+        if self.monitor.is_finite:
+            run_on_rank0(lambda: self.files.keep(self._reached()), "checking run.dir")
+            self.checkpoints.save(self.train_step, self.progress, self.losses)
 
-    def _keep_run_dir(self) -> None:
-        """Create the run directory again if somebody has removed it, so that the run can be saved.
-
-        Raises ConfigError if another run's directory is at its path.
-        """
-        assert self.lock
-        if self.lock.is_valid():
-            return
-        self.lock.close()
-        self._enter_run_dir()
-        found = starts.read(self.run_dir)
-        if found and found[-1].get("time") != self.started_at:
-            raise ConfigError(
-                f"run.dir={self.run_dir}: replaced during the run by the directory of another run; move that one "
-                f"elsewhere. This run is not saved after step {self.progress.step}"
-            )
-        if not found:
-            self.log.reopen()
-            self.history = None
-            message = f"warning: {self.run_dir} was removed during the run; it is created again"
-            self.log.event("removed", message, step=self.progress.step)
-            self._record_start()
-
-    def _open_log(self) -> None:
-        self.log = logger.RunLogger(self.config, self.run_dir, self.task.unit)
-        print(f"{measuring.summary(self.plan, self.stage)}\n{self.task.summary()}", flush=True)
-
-    def _record_start(self) -> None:
-        grids = [str(stage.sizes) for stage in self.plan.stages]
-        identity, changes = self.task.identity(), self.checkpoints.changes
-        step, initial = self.progress.step, self.checkpoints.initial
-        self.started_at = starts.record(self.config, step, self.hosts, grids, identity, changes, initial)
-        self.log.start(**self.progress.values(self.task.unit))
-        if self.watchdog:
-            self.watchdog.record_failure = self._record_failure
-
-    def _record_failure(self, problem: str) -> None:
-        """Write that the job ends with an error, plot the losses and close the log. Rank 0's threads may call it."""
-        self.log.failed(problem)
-        self._plot_losses()
-        self.log.close(briefly=True)  # a tracker may lose values that it has not written when the process ends
+    def _reached(self) -> dict[str, int]:
+        return self.progress.values(self.task.unit)
 
     def finish(self) -> None:
         """Report a sample, the final validation loss and the location of the outputs."""
         self.train_step.release_graphs()
         if sample := self.task.sample():
-            self.log.event("sample", sample.message, **self.progress.values(self.task.unit), **sample.values)
+            self.files.event("sample", sample.message, **self._reached(), **sample.values)
         run_on_rank0(self._report_end, "reporting the end of the run")
 
     def _report_end(self) -> None:
-        validation = f"validation loss {self.validation_loss:.4f}, " if self.validation_loss else ""
-        self._plot_losses()
-        peak = gpu.peak_memory_gib(self.device)
-        message = f"done: {validation}{peak:.2f} GiB at peak, run {self.run_dir}, loss curve {self._curve}"
-        self.log.event("done", message, **self.progress.values(self.task.unit), validation_loss=self.validation_loss)
-
-    @property
-    def _curve(self) -> Path:
-        return self.run_dir / "loss.png"
-
-    def _plot_losses(self) -> None:
-        """Plot the losses of the run on rank 0. An error is a warning, because a run must not end for its plot."""
-        partial = self._curve.with_name("loss.partial.png")  # the end of a failed job may cut off the plot
-        try:
-            with optional_file(self._curve):
-                partial.unlink(missing_ok=True)  # a FIFO of this name blocks
-                # The history reads only new lines, so the time for a plot does not grow with the run.
-                self.history = self.history or History(self.run_dir)
-                self.history.update()
-                plot_losses({self.run_dir.name: self.history}, partial, "tokens", "hours", title=self.run_dir.name)
-                partial.replace(self._curve)
-        except Exception as error:
-            warn(f"{self._curve}: {type(error).__name__}: {error}")
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
+        loss = self.losses.get(HELD_OUT)
+        self.files.plot()
+        validation, peak = f"validation loss {loss:.4f}, " if loss else "", gpu.peak_memory_gib(self.device)
+        curve = self.files.curve
+        message = f"done: {validation}{peak:.2f} GiB at peak, run {curve.parent}, loss curve {curve}"
+        self.files.event("done", message, **self._reached(), validation_loss=loss)

@@ -25,6 +25,6 @@ BETWEEN_STEPS = {
     ("gpt4d/task/generation.py", "continued"),
     ("gpt4d/task/diffusion_process.py", "DiffusionProcess.__init__.<locals>.<genexpr>"),
     ("gpt4d/task/diffusion.py", "generated_images"),
-    ("gpt4d/training/trainer.py", "Trainer.evaluate"),
+    ("gpt4d/training/measuring.py", "Validation.evaluate"),
 }
 SYNCHRONOUS_SAVE = {("gpt4d/checkpoint/tensor_files.py", "write_values")}

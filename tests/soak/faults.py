@@ -47,7 +47,7 @@ _RANK_0 = {
     "prune": "gpt4d.checkpoint.lifecycle:_remove",
     "log": "gpt4d.runtime.writing:LineLog._open",
 }
-_END = {"finish": "gpt4d.training.trainer:Trainer.finish", "plot": "gpt4d.training.trainer:plot_losses"}
+_END = {"finish": "gpt4d.training.trainer:Trainer.finish", "plot": "gpt4d.runs.logger:plot_losses"}
 _HARMLESS = ("log", "prune", "plot")  # phases in which a full disk ends no run
 _PLACES = _START | _STEP | _SOME_PLANS | _SAVE | _RANK_0 | _END
 LAUNCHER = "launcher"  # the agent of torchrun is struck, at any time
