@@ -15,8 +15,8 @@ from gpt4d.config import GridSizes
 from gpt4d.parallel.comm.stats import CommStats
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
-from gpt4d.training import profiling, timeline
-from gpt4d.training.timeline import LayerSpan
+from gpt4d.training import profiling
+from gpt4d.training.profiling import LayerSpan
 from tests.support.grids import full, metric_lines, on_grid, train_in_rank
 from tests.support.run_files import events
 from tests.support.training import before_each_step, build_trainer, losses_and_norms
@@ -88,9 +88,9 @@ def test_a_profiled_run_has_equal_bits_and_named_traces_of_every_rank(ranks, tin
 
 
 def train_and_record_timeline(config):
-    """Train, and return the arguments of each call of ``timeline.draw`` on this rank."""
+    """Train, and return the arguments of each call of ``draw_timeline`` on this rank."""
     calls = []
-    with patch.object(timeline, "draw", lambda path, *values: (path.touch(), calls.append(values))):
+    with patch.object(profiling, "draw_timeline", lambda path, *values: (path.touch(), calls.append(values))):
         train_in_rank(config)
     return calls
 
@@ -177,7 +177,7 @@ def test_a_partially_written_file_is_removed_and_the_run_goes_on(single_device, 
     config = tiny("train.steps=1", "profile.steps=1")
     with (
         patch.object(profiling.profile, "export_chrome_trace", write_half_and_fail),
-        patch.object(timeline, "draw", lambda path, *rest: write_half_and_fail(None, path)),
+        patch.object(profiling, "draw_timeline", lambda path, *rest: write_half_and_fail(None, path)),
     ):
         build_trainer(config).run()
     assert traces(config) == []
@@ -206,7 +206,7 @@ def test_an_inner_layer_covers_the_layer_that_contains_it():
     again = LayerSpan("blocks.0", "recomputation", 2.0, 5.0)
     up_again = LayerSpan("blocks.0.mlp.up", "recomputation", 3.0, 4.0)
     norm = LayerSpan("norm", "forward", 11.0, 12.0)
-    outer, inner = timeline.lanes([norm, up_again, again, up, block])
+    outer, inner = profiling.lanes([norm, up_again, again, up, block])
     assert outer == [(block, 0.0, 2.0), (again, 2.0, 5.0), (block, 5.0, 10.0), (norm, 11.0, 12.0)]
     assert inner == [(up, 1.0, 3.0), (up_again, 3.0, 4.0), (up, 4.0, 8.0), (norm, 11.0, 12.0)]
 
