@@ -1,7 +1,6 @@
 """Out-of-memory errors in one line: the layer, planned and used memory, and the settings that fit."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 
@@ -21,14 +20,21 @@ _SAVING = 0.9  # share of the memory planned for tensors: a change that saves le
 
 
 class MemoryWatch:
-    """The plan and the stage of a process, for the message about an out-of-memory error.
+    """Context that raises OutOfMemory, which is reported in one line, if device or host cannot allocate memory.
 
-    ``stage`` is set once it is built.
+    The message needs the ``stage`` of the process, which is set once it is built.
     """
 
     def __init__(self, plan: ParallelPlan, device: torch.device):
         self.plan, self.device = plan, device
         self.stage: Stage | None = None
+
+    def __enter__(self) -> "MemoryWatch":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if isinstance(error, Exception) and is_out_of_memory(error):
+            raise OutOfMemory(self.describe(error)) from error
 
     def describe(self, error: BaseException) -> str:
         """Return the error in one line. It must not fail in any state of the process."""
@@ -45,18 +51,6 @@ class MemoryWatch:
         if self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory / 2**30
         return f"planned {answer.plan.memory_gib:.3g} GiB, used {used:.3g} of {total:.3g}"
-
-
-@contextmanager
-def one_line(plan: ParallelPlan, device: torch.device) -> Iterator[MemoryWatch]:
-    """Raise OutOfMemory, which is reported in one line, if the device or the host cannot allocate memory."""
-    watch = MemoryWatch(plan, device)
-    try:
-        yield watch
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        raise OutOfMemory(watch.describe(error)) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -66,12 +66,12 @@ def train(config: Config) -> None:
         if config.train.cuda_graphs:
             gpu.check_cuda_graphs()
         from gpt4d.runtime.job import process_group
-        from gpt4d.training import out_of_memory
+        from gpt4d.training.out_of_memory import MemoryWatch
         from gpt4d.training.trainer import Trainer
 
         timeout_s, deterministic = config.parallel.timeout_s, config.train.deterministic
         group = process_group(launch, timeout_s=timeout_s, deterministic=deterministic, run_dir=Path(config.run.dir))
-        with group as job, out_of_memory.one_line(plan, job.device) as memory:
+        with group as job, MemoryWatch(plan, job.device) as memory:
             trainer = Trainer(plan, job.device, job.watchdog)
             memory.stage = trainer.stage
             trainer.run(stop)
