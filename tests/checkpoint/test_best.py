@@ -157,6 +157,13 @@ def test_the_error_for_a_best_checkpoint_without_held_out_text_names_the_key(ran
         ranks.run(1, train_in_rank, config)
 
 
+def test_a_checkpoint_between_validations_has_no_validation_loss(ranks, tiny):
+    config = tiny("train.steps=4", "train.validate_every=2", "checkpoint.every=1", "checkpoint.keep=9")
+    ranks.run(1, train_in_rank, config)
+    checkpoints = checkpoint_dir.committed(Path(config.run.dir))
+    assert [list(Checkpoint.open(path).meta.validation) for path in checkpoints] == [[], ["held_out"]] * 2
+
+
 def test_the_best_checkpoint_survives_a_resume_of_the_run(ranks, tiny, tmp_path):
     (tmp_path / "digits.txt").write_text("0123456789" * 99)  # the longer the run learns words, the worse its loss here
     settings = [
