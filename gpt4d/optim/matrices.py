@@ -147,7 +147,7 @@ def views(tensor: Any, spec: ParameterSpec) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class MatrixExchange:
     """The parts of some matrices that ranks exchange with the homes of these matrices.
 
     Attributes:
@@ -159,7 +159,9 @@ class Exchange:
     holders: Mapping[int, Mapping[Region, tuple[int, ...]]]
 
 
-def exchanges(matrices: Sequence[Matrix], coordinates: Sequence[Mapping[str, int]], sizes: GridSizes) -> list[Exchange]:
+def exchanges(
+    matrices: Sequence[Matrix], coordinates: Sequence[Mapping[str, int]], sizes: GridSizes
+) -> list[MatrixExchange]:
     """Return the exchanges of a step, between which the homes compute. Every rank gets the same ones.
 
     Homes have about equal costs: each matrix, in the order of falling costs, goes to the rank with the lowest cost so
@@ -188,7 +190,7 @@ def exchanges(matrices: Sequence[Matrix], coordinates: Sequence[Mapping[str, int
             parts[int(EXCHANGES * middle / costs[home])][index] = home
             before += matrices[index].cost
     return [
-        Exchange(homes, {index: _senders_first(holders[matrices[index]], home) for index, home in homes.items()})
+        MatrixExchange(homes, {index: _senders_first(holders[matrices[index]], home) for index, home in homes.items()})
         for homes in parts
         if homes
     ]

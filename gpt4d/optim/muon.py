@@ -22,7 +22,7 @@ import torch
 
 from gpt4d.config import MuonConfig
 from gpt4d.optim import matrices
-from gpt4d.optim.matrices import Exchange, Matrix, Region, row_dim
+from gpt4d.optim.matrices import Matrix, MatrixExchange, Region, row_dim
 from gpt4d.parallel.comm import collectives
 from gpt4d.parallel.comm.pending import Pending
 from gpt4d.parallel.gradient_reducer import own_rows
@@ -80,7 +80,7 @@ class _Program:
     arrivals: list[list[_Message]]
 
     @classmethod
-    def of(cls, exchange: Exchange, rank: int, ranks: int) -> "_Program":
+    def of(cls, exchange: MatrixExchange, rank: int, ranks: int) -> "_Program":
         sends, receives, returns, arrivals = ([list[_Message]() for _ in range(ranks)] for _ in range(4))
         for index, home in exchange.homes.items():
             for region, holders in exchange.holders[index].items():
