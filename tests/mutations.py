@@ -132,8 +132,8 @@ MUTATIONS = [
     ),
     Mutation(
         "parallel/comm/collectives.py",
-        "2 * (axis.size - 1) / axis.size * tensor.nbytes",
-        "(axis.size - 1) / axis.size * tensor.nbytes",
+        "2 * (self.size - 1) / self.size * tensor.nbytes",
+        "(self.size - 1) / self.size * tensor.nbytes",
         "counted bytes equal planned bytes",
         "tests/test_trainer.py::test_bytes_of_a_layer_follow_the_papers_equations",
     ),

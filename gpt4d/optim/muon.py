@@ -23,7 +23,6 @@ import torch
 from gpt4d.config import MuonConfig
 from gpt4d.optim import matrices
 from gpt4d.optim.matrices import Matrix, MatrixExchange, Region, row_dim
-from gpt4d.parallel.comm import collectives
 from gpt4d.parallel.comm.pending import Pending
 from gpt4d.parallel.gradient_reducer import own_rows
 from gpt4d.parallel.grid import Grid
@@ -216,7 +215,7 @@ class Muon:
         sent_counts, received_counts = (
             [sum(math.prod(message.shape) for message in messages) for messages in side] for side in (sends, receives)
         )
-        return collectives.start_all_to_all(sent, sent_counts, received_counts, self.grid.stage)
+        return self.grid.stage.start_all_to_all(sent, sent_counts, received_counts)
 
     def _updates(self, program: _Program, received: torch.Tensor) -> dict[int, torch.Tensor]:
         """Return the updates of the matrices whose home is this rank, in the dims of the weights."""

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpt4d.parallel.comm import collectives
-from gpt4d.parallel.comm.collectives import Pending
+from gpt4d.parallel.comm.pending import Pending
 from gpt4d.parallel.engine.reduction import Bucket, GradientSums, default_bucket_bytes, gradient_buckets
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layout import spec_of
@@ -112,9 +111,8 @@ class GradientReducer:
         return packed
 
     def start_sum(self, bucket: Bucket, kind: str, axis: str, packed: torch.Tensor) -> Pending:
-        scatters = kind == "reduce_scatter"
-        start = collectives.start_reduce_scatter if scatters else collectives.start_all_reduce
-        return start(packed, self.weights.context.grid[axis])
+        reduced = self.weights.context.grid[axis]
+        return reduced.start_reduce_scatter(packed) if kind == "reduce_scatter" else reduced.start_all_reduce(packed)
 
     def wait(self, pending: Pending) -> torch.Tensor:
         return pending.wait()

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from gpt4d.config import ClusterConfig, GridSizes
 from gpt4d.config.trainer_profiles import PROFILES
-from gpt4d.parallel.comm import message_size
+from gpt4d.parallel.comm.pending import num_pieces
 from gpt4d.parallel.symbolic.costs import Computation
 from gpt4d.planner.topology import ALL_TO_ALL, RankSpan, Speed, exchange_speed, message_speed, spans, speed
 
@@ -85,9 +85,7 @@ class Links:
         size, speed = self.sizes[axis], self.speeds[kind, axis]
         sent = sent_bytes(kind, size, nbytes)
         parts, rows = speed.parts(max(sent, received)), {"reduce_scatter": size, "all_reduce": speed.local}.get(kind, 1)
-        cost = CollectiveCost(
-            sent, parts, message_size.num_pieces(nbytes / rows), sum(parts), sum(parts) * (1 - speed.hidden)
-        )
+        cost = CollectiveCost(sent, parts, num_pieces(nbytes / rows), sum(parts), sum(parts) * (1 - speed.hidden))
         self.costs[kind, axis, nbytes, received] = cost
         return cost
 

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.laboratory.virtual_device import VirtualDevice
 from benchmarks.laboratory.virtual_streams import Stream, intra_host_bytes
 from gpt4d.config import GridSizes
-from gpt4d.parallel.comm import collectives
 from gpt4d.parallel.comm.collectives import Axis
 from gpt4d.parallel.comm.cpu import shared_memory
 from gpt4d.parallel.comm.cpu.comm_thread import CommThread
@@ -314,7 +313,7 @@ def transfer_behind_computation() -> float:
     """Return the time for which a step of two collectives exposes the second, which began before a computation."""
     grid, weight = Grid(GridSizes(x=2)), torch.ones(LARGE)
     with virtual_device(intra_host_mb_s=1, ranks_per_host=2) as device:
-        pending = collectives.start_all_reduce(torch.ones(LARGE), grid.x)
+        pending = grid.x.start_all_reduce(torch.ones(LARGE))
         weight @ weight
         clock = device.stream.clock
         pending.wait()

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpt4d.parallel.comm import collectives
 from gpt4d.parallel.comm.collectives import Axis
 from gpt4d.parallel.comm.cpu.gloo import Works
 from gpt4d.parallel.comm.pending import Pending
@@ -94,8 +93,8 @@ def _run(axes: list[Axis], device: torch.device, work: Work, salt: int = 0) -> b
     tensors = [_pattern(device, salt), full]
     del full
     pending = []
-    for start, axis in zip((collectives.start_all_gather, collectives.start_reduce_scatter), axes, strict=True):
-        pending.append(start(tensors.pop(0), axis))  # From here on only the collective keeps the tensor.
+    for start, axis in zip((Axis.start_all_gather, Axis.start_reduce_scatter), axes, strict=True):
+        pending.append(start(axis, tensors.pop(0)))  # From here on only the collective keeps the tensor.
         if work is None:
             pending[-1].wait()
     if work is not None:
@@ -134,8 +133,8 @@ def _short_behind_long(axes: list[Axis], square: torch.Tensor) -> float:
     synchronize(device)
     with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
         _multiply_and_churn(square)
-        gathered = collectives.start_all_gather(square[:8], long_axis)
-    scattered = collectives.start_reduce_scatter(little, short_axis)
+        gathered = long_axis.start_all_gather(square[:8])
+    scattered = short_axis.start_reduce_scatter(little)
     scattered.wait()
     gathered.wait()
     synchronize(device)

@@ -9,7 +9,7 @@ import torch
 from benchmarks.laboratory.virtual_device import VirtualDevice
 from gpt4d.config import Config, GridSizes, OptimConfig
 from gpt4d.model.unet.config import UNetConfig
-from gpt4d.parallel.comm import collectives
+from gpt4d.parallel.comm.collectives import Axis
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.plan import one_stage
@@ -71,20 +71,20 @@ def recorded_collectives() -> Iterator[tuple[list, list]]:
     started, planned = [], []
 
     def recorded(kind, start):
-        def record(tensor, axis, *rest, **options):
+        def record(axis, tensor, *rest, **options):
             if axis.size > 1:
                 started.append((kind, axis.name, sent_bytes(kind, axis.size, tensor.nbytes)))
-            return start(tensor, axis, *rest, **options)
+            return start(axis, tensor, *rest, **options)
 
         return record
 
-    start_exchange = collectives.start_all_to_all
+    start_exchange = Axis.start_all_to_all
 
-    def exchange(sent, sent_rows, received_rows, axis, *rest):
+    def exchange(axis, sent, sent_rows, received_rows):
         if axis.size > 1:
             others = len(sent) - sent_rows[axis.index]
             started.append((ALL_TO_ALL, axis.name, sent[:1].nbytes * others))
-        return start_exchange(sent, sent_rows, received_rows, axis, *rest)
+        return start_exchange(axis, sent, sent_rows, received_rows)
 
     class RecordingDevice(Device):
         def start(self, kind, axis, nbytes, *received):
@@ -92,7 +92,7 @@ def recorded_collectives() -> Iterator[tuple[list, list]]:
                 planned.append((kind, axis, sent_bytes(kind, self.links.sizes[axis], nbytes)))
             return super().start(kind, axis, nbytes, *received)
 
-    patches = {f"start_{kind}": recorded(kind, getattr(collectives, f"start_{kind}")) for kind in KINDS}
+    patches = {f"start_{kind}": recorded(kind, getattr(Axis, f"start_{kind}")) for kind in KINDS}
     patches["start_all_to_all"] = exchange
-    with patch.multiple(collectives, **patches), patch("gpt4d.planner.step.Device", RecordingDevice):
+    with patch.multiple(Axis, **patches), patch("gpt4d.planner.step.Device", RecordingDevice):
         yield started, planned

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from gpt4d.config import GridSizes, OverlapConfig
-from gpt4d.parallel.comm import collectives, message_size
+from gpt4d.parallel.comm import pending
 from gpt4d.parallel.comm.cpu import gloo, hosts
 from gpt4d.parallel.engine.prefetch import weight_order
 from gpt4d.parallel.grid import Grid
@@ -233,9 +233,9 @@ def test_a_use_that_the_order_does_not_have_is_an_error(ranks):
 def three_collectives_at_once():
     """Two gathers and a sum in flight at once end with the right values."""
     grid = Grid(GRID)
-    first = collectives.start_all_gather(torch.full((2,), float(grid.z.index)), grid.z)
-    second = collectives.start_reduce_scatter(torch.arange(4.0) + grid.z.index, grid.z)
-    third = collectives.start_all_reduce(torch.ones(3), grid.x)
+    first = grid.z.start_all_gather(torch.full((2,), float(grid.z.index)))
+    second = grid.z.start_reduce_scatter(torch.arange(4.0) + grid.z.index)
+    third = grid.x.start_all_reduce(torch.ones(3))
     assert second.wait().tolist() == [[1.0, 3.0], [5.0, 7.0]][grid.z.index]
     assert first.wait().tolist() == [0.0, 0.0, 1.0, 1.0]
     assert third.wait().tolist() == third.wait().tolist() == [2.0] * 3
@@ -257,14 +257,14 @@ def exchanged_in_messages(message_bytes):
 
     with (
         patch.object(hosts, "connect", gloo.GlooTransport),
-        patch.object(message_size, "YIELDING_PIECE_BYTES", message_bytes),
+        patch.object(pending, "YIELDING_PIECE_BYTES", message_bytes),
         patch.object(dist, "all_to_all_single", counted("reduce_scatter", dist.all_to_all_single)),
         patch.object(dist, "all_reduce", counted("all_reduce", dist.all_reduce)),
         patch.object(gloo, "all_gather", counted("all_gather", gloo.all_gather)),
     ):
         grid = Grid(GridSizes(1, 1, 4, 1))
         full = torch.arange(4 * 3 * 7.0).view(12, 7) * (grid.z.index + 1)
-        part = collectives.start_reduce_scatter(full, grid.z).wait()
+        part = grid.z.start_reduce_scatter(full).wait()
         return counts, grid.z.all_reduce(full), grid.z.all_gather(part)
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from gpt4d.config import GridSizes
-from gpt4d.parallel.comm import collectives, message_size
+from gpt4d.parallel.comm import pending
 from gpt4d.parallel.comm.cpu import shared_memory, two_level
 from gpt4d.parallel.comm.cpu.shared_memory import SharedMemoryTransport
 from gpt4d.parallel.comm.cpu.two_level import TwoLevelTransport
@@ -43,11 +43,11 @@ def compute_with_both(dtype):
     tensors = [torch.randn(6, 5, generator=generator).to(dtype) for _ in range(9)]
 
     kinds = [
-        lambda t: collectives.start_all_reduce(t.clone(), axis),
-        lambda t: collectives.start_all_reduce(t.clone(), axis, MAX),
-        lambda t: collectives.start_all_gather(t, axis),
-        lambda t: collectives.start_all_gather(t[:1], axis),
-        lambda t: collectives.start_reduce_scatter(t, axis),
+        lambda t: axis.start_all_reduce(t.clone()),
+        lambda t: axis.start_all_reduce(t.clone(), MAX),
+        lambda t: axis.start_all_gather(t),
+        lambda t: axis.start_all_gather(t[:1]),
+        lambda t: axis.start_reduce_scatter(t),
     ]
     return with_both(axis, lambda: [start(t) for start in kinds for t in tensors]), through_memory.memory.posted
 
@@ -94,11 +94,11 @@ def across_hosts(hosts, piece_bytes):
 
     def results(kind, *rows):
         tensors = [torch.randn(n, 3, dtype=torch.float64, generator=generator) for n in rows]
-        return with_both(axis, lambda: [getattr(collectives, kind)(t.clone(), axis) for t in tensors])
+        return with_both(axis, lambda: [getattr(axis, kind)(t.clone()) for t in tensors])
 
     sizes = [len(hosts) * n for n in (1, 2, 5)]
     with (
-        patch.object(message_size, "PIECE_BYTES", piece_bytes),
+        patch.object(pending, "PIECE_BYTES", piece_bytes),
         patch.object(dist, "all_to_all_single", count_exchange),
         patch.object(two_level, "all_gather", count_gather),
     ):
@@ -122,10 +122,10 @@ def test_collectives_across_hosts_are_right_and_send_each_element_over_a_link_on
 
 
 def scatter_more_than_the_memory_holds():
-    with patch.object(shared_memory, "SLOT_BYTES", 512), patch.object(message_size, "PIECE_BYTES", 64):
+    with patch.object(shared_memory, "SLOT_BYTES", 512), patch.object(pending, "PIECE_BYTES", 64):
         axis = axis_across_hosts([0, 0, 1, 1])
         full = torch.arange(4 * 100.0).view(4, 100)  # 1600 bytes, in pieces of 4 · 64
-        scattered = collectives.start_reduce_scatter(full.clone(), axis).wait()
+        scattered = axis.start_reduce_scatter(full.clone()).wait()
         gathered = axis.all_gather(scattered)
         total = axis.all_reduce(full.clone())
     assert torch.equal(gathered, 4 * full) and torch.equal(total, 4 * full)

@@ -8,7 +8,7 @@ import pytest
 from gpt4d.config import ClusterConfig, Config, GridSizes, LevelConfig, OverlapConfig
 from gpt4d.config.trainer_profiles import PROFILES
 from gpt4d.model import registry
-from gpt4d.parallel.comm import message_size
+from gpt4d.planner import device as devices
 from gpt4d.planner import estimate
 from gpt4d.planner.device import Device, Links
 from gpt4d.planner.estimate import Estimate
@@ -191,7 +191,7 @@ def test_pieces_of_collectives_follow_each_other_through_their_parts(pieces, mon
     machine = replace(LINKS, device="cpu", levels=[LevelConfig(None, 1.0, None, 0.0), LevelConfig(2, 1.0, None, 0.0)])
     links = Links(machine, GridSizes(4))
     links.speeds = {key: speed._replace(hidden=1.0) for key, speed in links.speeds.items()}
-    monkeypatch.setattr(message_size, "num_pieces", lambda nbytes: pieces if nbytes == 1e9 else 0)  # a rank's part
+    monkeypatch.setattr(devices, "num_pieces", lambda nbytes: pieces if nbytes == 1e9 else 0)  # a rank's part
     device = Device(machine, links)
     reductions = [device.start("all_reduce", "x", 2e9) for _ in range(3)]
     assert device.now == 0

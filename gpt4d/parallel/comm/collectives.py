@@ -1,12 +1,7 @@
-"""Every collective that the project issues on tensors. Its axis counts its bytes and its hidden and exposed seconds.
-
-A ``start_`` function returns a handle whose ``wait`` returns the result. ``Axis`` has methods that start and wait. All
-ranks of an axis start the same collectives in the same order. On an axis of one device, each collective returns its
-input at no cost. Pass the ``parameter`` whose layer communicates: a hang report names that layer. A collective that
-``overlaps`` may continue while the computation does not wait for it.
-"""
+"""Every collective that the project issues on tensors. Its axis counts its bytes and its hidden and exposed seconds."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,8 +22,12 @@ PROBE_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 22}
 class Axis:
     """One axis of the grid, seen from this rank: its size, this rank's index along it, and its process group.
 
-    Its methods are the collectives on this axis, which the functions of the same names describe. ``transport``
-    exchanges their data; an axis of one device has none.
+    Its methods are collectives. A ``start_`` method returns a handle whose ``wait`` returns the result; the other
+    methods start and wait. All ranks of an axis start the same collectives in the same order. On an axis of one device,
+    each collective returns its input at no cost. Pass the ``parameter`` whose layer communicates: a hang report names
+    that layer. A collective that ``overlaps`` may continue while the computation does not wait for it.
+
+    ``transport`` exchanges the data of the collectives; an axis of one device has none.
     """
 
     name: str
@@ -41,29 +40,41 @@ class Axis:
     def start_all_reduce(
         self, tensor: torch.Tensor, op: str = SUM, parameter: nn.Parameter | None = None, overlaps: bool = True
     ) -> Pending:
-        if self.size == 1:
-            return Pending(tensor)
-        return start_all_reduce(tensor, self, op, parameter=parameter, overlaps=overlaps)
+        """Start to reduce ``tensor`` **in place**, by ``SUM`` or ``MAX``. Sends 2·(G-1)/G of it (Eq. 3)."""
+        assert self.size == 1 or tensor.is_contiguous()
+        sent_bytes = 2 * (self.size - 1) / self.size * tensor.nbytes
+        return self._start("all_reduce", tensor, sent_bytes, parameter, overlaps, op)
 
     def start_all_gather(
         self, shard: torch.Tensor, parameter: nn.Parameter | None = None, overlaps: bool = True
     ) -> Pending:
-        if self.size == 1:
-            return Pending(shard)
-        return start_all_gather(shard, self, parameter=parameter, overlaps=overlaps)
+        """Start to concatenate the shards of all ranks along dim 0. Sends (G-1) shards (Eq. 1)."""
+        return self._start("all_gather", shard, (self.size - 1) * shard.nbytes, parameter, overlaps)
 
     def start_reduce_scatter(
         self, full: torch.Tensor, parameter: nn.Parameter | None = None, overlaps: bool = True
     ) -> Pending:
-        if self.size == 1:
-            return Pending(full)
-        return start_reduce_scatter(full, self, parameter=parameter, overlaps=overlaps)
+        """Start the reduce-scatter along dim 0. Sends (G-1)/G of the bytes (Eq. 2)."""
+        sent_bytes = (self.size - 1) / self.size * full.nbytes
+        return self._start("reduce_scatter", full, sent_bytes, parameter, overlaps)
 
     def start_shift(self, tensor: torch.Tensor, parameter: nn.Parameter | None = None) -> Pending:
-        return start_shift(tensor, self, parameter)
+        """Start to send ``tensor`` to the next rank of the axis, and to receive the tensor of the previous rank.
+
+        The tensors of all ranks have equal shapes. The axis is a ring: the first rank follows the last rank.
+        """
+        return self._start("shift", tensor, tensor.nbytes, parameter)
 
     def start_all_to_all(self, sent: torch.Tensor, sent_rows: Sequence[int], received_rows: Sequence[int]) -> Pending:
-        return start_all_to_all(sent, sent_rows, received_rows, self)
+        """Start to send parts of ``sent`` along dim 0 to the ranks of the axis, and to receive parts from them.
+
+        Args:
+            sent: the parts for all ranks, in the order of the ranks; this rank's own part is copied.
+            sent_rows: extent of dim 0 of the part for each rank.
+            received_rows: extent of dim 0 of the part from each rank.
+        """
+        own = sent[0:1].nbytes * sent_rows[self.index]
+        return self._start("all_to_all", sent, sent.nbytes - own, None, True, sent_rows, received_rows)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = SUM, parameter: nn.Parameter | None = None) -> torch.Tensor:
         return self.start_all_reduce(tensor, op, parameter, overlaps=False).wait()
@@ -74,101 +85,43 @@ class Axis:
     def reduce_scatter(self, full: torch.Tensor, parameter: nn.Parameter | None = None) -> torch.Tensor:
         return self.start_reduce_scatter(full, parameter, overlaps=False).wait()
 
+    def _start(
+        self,
+        kind: str,
+        tensor: torch.Tensor,
+        sent_bytes: float,
+        parameter: nn.Parameter | None,
+        overlaps: bool = True,
+        *options: Any,
+    ) -> Pending:
+        """Start a collective that profiler traces and hang reports name, such as ``all_gather z``.
+
+        Args:
+            kind: all_reduce, all_gather, reduce_scatter, shift or all_to_all.
+            tensor: the tensor of this rank.
+            sent_bytes: bytes that this rank sends.
+            parameter: belongs to the layer that communicates.
+            overlaps: as for ``InFlightCollective``.
+            options: additional arguments of the transport.
+        """
+        if self.size == 1:
+            return Pending(tensor)
+        traffic, transport, tensor = self.traffic, self.transport, tensor.contiguous()
+        assert transport
+        collective = traffic.start(f"{kind} {self.name}", parameter)
+        with traffic.named_range(collective.name), traffic.track_wait(collective):
+            with traffic.time_wait(tensor.device) if transport.copies_at_start else nullcontext():
+                pending = getattr(transport, f"start_{kind}")(tensor, *options)
+            if traffic.capturing:
+                traffic.bytes += sent_bytes
+            else:
+                pending.run = InFlightCollective(traffic, pending.run, tensor.device, sent_bytes, overlaps)
+        return pending
+
 
 def transport_of(group: dist.ProcessGroup, device_type: str) -> Transport:
     """Return the transport that uses the process group alone, for tensors of a device such as ``cuda``."""
     return GlooTransport(group) if device_type == "cpu" else ProcessGroupTransport(group)
-
-
-def start_all_reduce(
-    tensor: torch.Tensor, axis: Axis, op: str = SUM, parameter: nn.Parameter | None = None, overlaps: bool = True
-) -> Pending:
-    """Start to reduce ``tensor`` over the axis **in place**, by ``SUM`` or ``MAX``. Sends 2·(G-1)/G of it (Eq. 3)."""
-    assert axis.size == 1 or tensor.is_contiguous()
-    sent_bytes = 2 * (axis.size - 1) / axis.size * tensor.nbytes
-    return _start("all_reduce", tensor, axis, sent_bytes, parameter, overlaps, op)
-
-
-def start_all_gather(
-    shard: torch.Tensor, axis: Axis, parameter: nn.Parameter | None = None, overlaps: bool = True
-) -> Pending:
-    """Start to concatenate the shards of all ranks of the axis along dim 0. Sends (G-1) shards (Eq. 1)."""
-    return _start("all_gather", shard, axis, (axis.size - 1) * shard.nbytes, parameter, overlaps)
-
-
-def start_reduce_scatter(
-    full: torch.Tensor, axis: Axis, parameter: nn.Parameter | None = None, overlaps: bool = True
-) -> Pending:
-    """Start the reduce-scatter over the axis along dim 0. Sends (G-1)/G of the bytes (Eq. 2)."""
-    sent_bytes = (axis.size - 1) / axis.size * full.nbytes
-    return _start("reduce_scatter", full, axis, sent_bytes, parameter, overlaps)
-
-
-def start_shift(tensor: torch.Tensor, axis: Axis, parameter: nn.Parameter | None = None) -> Pending:
-    """Start to send ``tensor`` to the next rank of the axis, and to receive the tensor of the previous rank.
-
-    The tensors of all ranks have equal shapes. The axis is a ring: the first rank follows the last rank.
-    """
-    return _start("shift", tensor, axis, tensor.nbytes, parameter, overlaps=True)
-
-
-def _start(
-    kind: str,
-    tensor: torch.Tensor,
-    axis: Axis,
-    sent_bytes: float,
-    parameter: nn.Parameter | None,
-    overlaps: bool,
-    *options: Any,
-) -> Pending:
-    """Start a collective that profiler traces and hang reports name, such as ``all_gather z``.
-
-    Args:
-        kind: all_reduce, all_gather, reduce_scatter, shift or all_to_all.
-        tensor: the tensor of this rank.
-        axis: its statistics count the collective.
-        sent_bytes: bytes that this rank sends.
-        parameter: belongs to the layer that communicates.
-        overlaps: as for ``InFlightCollective``.
-        options: additional arguments of the transport.
-    """
-    if axis.size == 1:
-        return Pending(tensor)
-    traffic, transport, tensor = axis.traffic, axis.transport, tensor.contiguous()
-    assert transport
-    collective = traffic.start(f"{kind} {axis.name}", parameter)
-    with traffic.named_range(collective.name), traffic.track_wait(collective):
-        start = getattr(transport, f"start_{kind}")
-        if transport.copies_at_start:
-            with traffic.time_wait(tensor.device):
-                pending = start(tensor, *options)
-        else:
-            pending = start(tensor, *options)
-        if traffic.capturing:
-            traffic.bytes += sent_bytes
-        else:
-            pending.run = InFlightCollective(traffic, pending.run, tensor.device, sent_bytes, overlaps)
-    return pending
-
-
-def start_all_to_all(
-    sent: torch.Tensor,
-    sent_rows: Sequence[int],
-    received_rows: Sequence[int],
-    axis: Axis,
-    parameter: nn.Parameter | None = None,
-) -> Pending:
-    """Start to send parts of ``sent`` along dim 0 to the ranks of the axis, and to receive parts from them.
-
-    Args:
-        sent: the parts for all ranks, in the order of the ranks; this rank's own part is copied.
-        sent_rows: extent of dim 0 of the part for each rank.
-        received_rows: extent of dim 0 of the part from each rank.
-        axis: its ranks exchange the parts.
-        parameter: belongs to the layer that communicates.
-    """
-    own = sent[0:1].nbytes * sent_rows[axis.index]
-    return _start("all_to_all", sent, axis, sent.nbytes - own, parameter, True, sent_rows, received_rows)
 
 
 def start_messages(

@@ -1,4 +1,4 @@
-"""A collective in flight, and the operations of an all-reduce. No torch here."""
+"""A collective in flight, the operations of an all-reduce, and the pieces of long messages. No torch here."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 SUM, MAX = "sum", "max"  # operations of an all-reduce
+# Pieces of long tensors between hosts of CPUs. Their parts inside the hosts overlap, and gloo transfers long messages
+# at little more than half the rate of a link.
+PIECE_BYTES, _MAX_PIECES = 1 << 18, 32
+# The computation does not wait for the weights and gradients of z and data. They travel in smaller pieces: with little
+# in flight, they yield to other messages on the link.
+YIELDING_PIECE_BYTES, _MAX_YIELDING_PIECES = 1 << 16, 128
 
 
 class InFlight(Protocol):
@@ -43,3 +49,12 @@ class Pending:
             return Pending(change(self.result))
         finish = self.finish or (lambda result: result)
         return Pending(self.result, self.run, lambda result: change(finish(result)), self.source)
+
+
+def num_pieces(nbytes: float, yielding: bool = False) -> int:
+    """Return the number of pieces in which a rank of a CPU sends ``nbytes`` to a rank of another host.
+
+    ``yielding``: the computation does not wait for them.
+    """
+    piece, maximum = (YIELDING_PIECE_BYTES, _MAX_YIELDING_PIECES) if yielding else (PIECE_BYTES, _MAX_PIECES)
+    return int(min(max(1, nbytes // piece), maximum))

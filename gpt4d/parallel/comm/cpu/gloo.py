@@ -7,8 +7,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from gpt4d.parallel.comm import message_size
-from gpt4d.parallel.comm.pending import Pending
+from gpt4d.parallel.comm.pending import Pending, num_pieces
 from gpt4d.parallel.comm.transport import REDUCE_OPS, Transport, all_gather, all_to_all, shift
 
 
@@ -39,7 +38,7 @@ class GlooTransport(Transport):
         self.group, self.yielding, self.size = group, yielding, group.size()
 
     def start_all_reduce(self, tensor: torch.Tensor, op: str) -> Pending:
-        parts = tensor.view(-1).chunk(message_size.num_pieces(tensor.nbytes / self.size, self.yielding))
+        parts = tensor.view(-1).chunk(num_pieces(tensor.nbytes / self.size, self.yielding))
         return Pending(
             tensor, Works([dist.all_reduce(part, REDUCE_OPS[op], group=self.group, async_op=True) for part in parts])
         )
@@ -75,7 +74,7 @@ class GlooTransport(Transport):
 
 def pieces(rows: torch.Tensor, yielding: bool = False) -> tuple[torch.Tensor, ...]:
     """Split ``rows`` along dim 1 into the pieces in which each row is sent."""
-    return rows.chunk(message_size.num_pieces(rows[0].nbytes, yielding), 1)
+    return rows.chunk(num_pieces(rows[0].nbytes, yielding), 1)
 
 
 def _joined(received: list[torch.Tensor]) -> torch.Tensor:
