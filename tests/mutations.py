@@ -216,7 +216,7 @@ MUTATIONS = [
         "tests/parallel/pipeline/test_runtime.py",
     ),
     Mutation(
-        "parallel/resharding/messages.py",
+        "parallel/resharding/plan.py",
         "if place and 0 <= time_step - place + 1 < len(chunks):",
         "if place and 0 <= time_step - place < len(chunks):",
         "a device receives every chunk of a chain",
@@ -224,7 +224,7 @@ MUTATIONS = [
     ),
     Mutation(
         "parallel/resharding/jobs.py",
-        "receiving[host] = receiving.get(host, 0) + job.duration",
+        "receiving[host] += job.duration",
         "receiving[host] = job.duration",
         "the lower bound of a resharding counts all jobs of a receiver",
         "tests/parallel/resharding/test_planning.py",

@@ -20,11 +20,21 @@ import torch
 
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.pipeline import stage_links
-from gpt4d.parallel.resharding import jobs, messages, search, transfer
+from gpt4d.parallel.resharding import jobs, transfer
+from gpt4d.parallel.resharding import plan as plans
 from gpt4d.parallel.resharding.jobs import Receivers, send_jobs
 from gpt4d.parallel.resharding.mesh import StageMesh, unit_tasks
-from gpt4d.parallel.resharding.messages import PeerMessage, Round, chain, split
-from gpt4d.parallel.resharding.plan import ReshardingPlan, Search, Send, gradient_ends, schedule
+from gpt4d.parallel.resharding.plan import (
+    PeerMessage,
+    ReshardingPlan,
+    Round,
+    Search,
+    Send,
+    chain,
+    gradient_ends,
+    schedule,
+    split,
+)
 
 
 def _by_device(receivers: Receivers) -> list[Receivers]:
@@ -69,11 +79,11 @@ STRATEGIES = {
     "signal": Strategy(jobs.together, lambda hosts: 0, _signal),
 }
 ORDERS: dict[str, Search] = {
-    "ensemble": search.ensemble,
+    "ensemble": jobs.ensemble,
     "naive": lambda found: (jobs.naive(found), False),
     "load_balance": lambda found: (jobs.load_balance(found), False),
-    "dfs": search.dfs,
-    "greedy": lambda found: (search.greedy(found), False),
+    "dfs": jobs.dfs,
+    "greedy": lambda found: (jobs.greedy(found), False),
 }
 
 
@@ -121,10 +131,10 @@ def gradient_plan(forward: ComparedPlan, partial: tuple[str, ...] = ()) -> Compa
     return plan(*gradient_ends(forward, partial), len(partial), forward.strategy, forward.order)
 
 
-def rank_program(plan: ComparedPlan, rank: int, element_bytes: int, device_type: str = "cpu") -> messages.RankProgram:
-    """Return the program of a rank, as ``gpt4d.parallel.resharding.messages.rank_program``."""
-    with patch.object(messages, "chain", STRATEGIES[plan.strategy].rounds):
-        return messages.rank_program(plan, rank, element_bytes, device_type)
+def rank_program(plan: ComparedPlan, rank: int, element_bytes: int, device_type: str = "cpu") -> plans.RankProgram:
+    """Return the program of a rank, as ``gpt4d.parallel.resharding.plan.rank_program``."""
+    with patch.object(plans, "chain", STRATEGIES[plan.strategy].rounds):
+        return plans.rank_program(plan, rank, element_bytes, device_type)
 
 
 class ComparedResharding(transfer.Resharding):

@@ -19,7 +19,7 @@ from torch.utils.backend_registration import _DummyBackendModule, _setup_private
 
 from gpt4d.parallel.comm import collectives
 from gpt4d.parallel.layers import attention_backends
-from gpt4d.parallel.resharding import messages
+from gpt4d.parallel.resharding.plan import MIN_CHUNK_BYTES
 from gpt4d.runtime.job import initialize
 from gpt4d.runtime.launch import Launch
 from gpt4d.runtime.watchdog import Watchdog
@@ -45,7 +45,7 @@ class _DeviceModule(_DummyBackendModule):
 def set_up() -> None:
     """Register the device. This changes the process permanently."""
     _setup_privateuseone_for_python_backend(DEVICE, _DeviceModule())
-    for sizes in (messages.MIN_CHUNK_BYTES, collectives.PROBE_ELEMENTS, preflight.ELEMENTS):
+    for sizes in (MIN_CHUNK_BYTES, collectives.PROBE_ELEMENTS, preflight.ELEMENTS):
         sizes[DEVICE] = 4096  # small, so that a small tensor is sent in several messages
 
 

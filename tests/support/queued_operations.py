@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from gpt4d.parallel.comm import transport
 from gpt4d.parallel.comm.stats import CommStats
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.resharding import messages
+from gpt4d.parallel.resharding.plan import MIN_CHUNK_BYTES
 from gpt4d.plan import ParallelPlan
 from gpt4d.step import TrainStep, build_stage, connect_stages
 from tests.support.hardware_queues import COMPUTE, HIGH, NORMAL, Exchange, Meeting, Operation, Record, Stream, Wait
@@ -182,7 +182,7 @@ def _recording(plan: ParallelPlan, rank: int) -> Iterator[_Recorder]:
             patch.multiple(transport, all_gather=gather, reduce_scatter=scatter),
             patch.object(CommStats, "track_wait", note),
             patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None),
-            patch.dict(messages.MIN_CHUNK_BYTES, {_META.type: _CHUNK_BYTES}),
+            patch.dict(MIN_CHUNK_BYTES, {_META.type: _CHUNK_BYTES}),
             # The optimizer does not communicate, and has no kernel for this device.
             patch("gpt4d.step.Optimizer"),
         ):

@@ -10,10 +10,8 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 
 from gpt4d.parallel.layout import Layout
-from gpt4d.parallel.resharding import messages
 from gpt4d.parallel.resharding.mesh import StageMesh, parse
-from gpt4d.parallel.resharding.messages import PeerMessage, Round, rank_program
-from gpt4d.parallel.resharding.plan import ReshardingPlan, plan
+from gpt4d.parallel.resharding.plan import MIN_CHUNK_BYTES, PeerMessage, ReshardingPlan, Round, plan, rank_program
 from gpt4d.parallel.resharding.transfer import Link
 
 # The paper's Table 2: layouts and meshes, then the number of unit tasks and the makespans of the naive and of the best
@@ -232,5 +230,5 @@ def transfer_all(plans: list[ReshardingPlan], dtype: torch.dtype, prepare=Link.p
 
 
 def transfer_in_small_chunks(plans: list[ReshardingPlan], prepare=Link.prepare) -> list[bool]:
-    with patch.dict(messages.MIN_CHUNK_BYTES, cpu=64):
+    with patch.dict(MIN_CHUNK_BYTES, cpu=64):
         return transfer_all(plans, torch.float32, prepare)

@@ -18,7 +18,7 @@ from omegaconf import MISSING
 from gpt4d.config import ConfigError, asks_for_help, check_choice, check_image_format, from_arguments
 from gpt4d.config.commands import one_line_errors
 from gpt4d.parallel.layout import Layout
-from gpt4d.parallel.resharding.mesh import StageMesh, Tile, UnitTask, notation, parse
+from gpt4d.parallel.resharding.mesh import StageMesh, UnitTask, notation, parse
 from gpt4d.parallel.resharding.plan import ReshardingPlan, Send, plan
 from gpt4d.runtime.writing import required_file
 
@@ -121,6 +121,9 @@ def as_json(plan: ReshardingPlan) -> str:
 
     The unit of time is one transfer of the global tensor over one host's link.
     """
+    by_task: dict[int, list[Send]] = {}
+    for send in plan.sends:
+        by_task.setdefault(send.task, []).append(send)
     document = {
         "shape": plan.shape,
         "src": notation(plan.source),
@@ -130,16 +133,9 @@ def as_json(plan: ReshardingPlan) -> str:
         "makespan": float(plan.makespan),
         "lower_bound": float(plan.lower_bound),
         "optimal": plan.makespan == plan.lower_bound,
-        "tasks": [_task_as_json(plan.tasks[number], sends) for number, sends in _sends_by_task(plan).items()],
+        "tasks": [_task_as_json(plan.tasks[number], sends) for number, sends in by_task.items()],
     }
     return json.dumps(document, indent=1)
-
-
-def _sends_by_task(plan: ReshardingPlan) -> dict[int, list[Send]]:
-    by_task: dict[int, list[Send]] = {}
-    for send in plan.sends:
-        by_task.setdefault(send.task, []).append(send)
-    return by_task
 
 
 def _mesh_as_json(mesh: StageMesh) -> dict:
@@ -147,19 +143,14 @@ def _mesh_as_json(mesh: StageMesh) -> dict:
 
 
 def _task_as_json(task: UnitTask, sends: list[Send]) -> dict:
-    entry = {"tile": task.tile, "elements": task.elements, "senders": task.senders, "receivers": task.receivers}
-    entry["sends"] = [
-        {
-            "sender": send.sender,
-            "sender_host": send.sender_host,
-            "receivers": send.receivers,
-            "receiver_hosts": send.receiver_hosts,
-            "start": float(send.start),
-            "stop": float(send.stop),
-        }
-        for send in sends
-    ]
-    return entry
+    keys = "sender", "sender_host", "receivers", "receiver_hosts"
+    return {
+        **{key: getattr(task, key) for key in ("tile", "elements", "senders", "receivers")},
+        "sends": [
+            {key: getattr(send, key) for key in keys} | {"start": float(send.start), "stop": float(send.stop)}
+            for send in sends
+        ],
+    }
 
 
 def as_table(plan: ReshardingPlan) -> str:
@@ -173,8 +164,10 @@ def as_table(plan: ReshardingPlan) -> str:
     for heading in ("host", "sender", "to hosts", "to receivers", "start", "stop"):
         table.add_column(heading, justify="right")
     for send in plan.sends:
-        cells = (_ranges(send.tile), send.sender_host, send.sender, _list(send.receiver_hosts), _list(send.receivers))
-        table.add_row(*map(str, cells), f"{float(send.start):.4f}", f"{float(send.stop):.4f}")
+        tile = ", ".join(f"{start}:{stop}" for start, stop in send.tile)
+        receivers = (", ".join(map(str, each)) for each in (send.receiver_hosts, send.receivers))
+        times = (f"{float(time):.4f}" for time in (send.start, send.stop))
+        table.add_row(f"[{tile}]", str(send.sender_host), str(send.sender), *receivers, *times)
     console = Console(width=160, no_color=True, highlight=False)
     with console.capture() as capture:
         console.print(table)
@@ -185,9 +178,8 @@ def _title(plan: ReshardingPlan) -> str:
     def side(layout, mesh: StageMesh) -> str:
         return f"{notation(layout)} on {'×'.join(str(size) for _, size in mesh.axes)}"
 
-    shape = "×".join(map(str, plan.shape))
-    ends = f"{side(plan.source, plan.source_mesh)} → {side(plan.destination, plan.destination_mesh)}"
-    return f"{shape}: {ends}"
+    ends = side(plan.source, plan.source_mesh), side(plan.destination, plan.destination_mesh)
+    return f"{'×'.join(map(str, plan.shape))}: {' → '.join(ends)}"
 
 
 def _summary(plan: ReshardingPlan) -> str:
@@ -196,14 +188,6 @@ def _summary(plan: ReshardingPlan) -> str:
         f"{len(plan.tasks)} unit task(s), {len(plan.sends)} send(s): makespan {float(plan.makespan):.4f}, lower bound "
         f"{float(plan.lower_bound):.4f} ({proof}), in units of the entire tensor over one host's link"
     )
-
-
-def _ranges(tile: Tile) -> str:
-    return "[" + ", ".join(f"{start}:{stop}" for start, stop in tile) + "]"
-
-
-def _list(numbers: tuple[int, ...]) -> str:
-    return ", ".join(map(str, numbers))
 
 
 def plot(plan: ReshardingPlan, path: Path) -> None:

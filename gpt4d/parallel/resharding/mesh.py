@@ -100,7 +100,12 @@ class UnitTask:
 
     @property
     def elements(self) -> int:
-        return math.prod(stop - start for start, stop in self.tile)
+        return math.prod(shape_of(self.tile))
+
+
+def shape_of(tile: Tile) -> tuple[int, ...]:
+    """Return the extents of a tile."""
+    return tuple(stop - start for start, stop in tile)
 
 
 def unit_tasks(

@@ -1,24 +1,30 @@
-"""The plan of one resharding: a value that every rank computes identically."""
+"""The plan of one resharding, which every rank computes identically, and the messages with which a rank executes it.
+
+All ranks execute the sends of a plan in its order, and each send round by round. The messages of a round need only data
+from earlier rounds. Both ends of a message have it in the round of the same time step. With NCCL, a round ends only
+when the peers of all its messages have joined. Even then, ranks never wait for each other in a cycle.
+"""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from typing import NamedTuple
 
-from gpt4d.parallel.layout import Layout
-from gpt4d.parallel.resharding import search
+from gpt4d.parallel.layout import CHUNK, Layout
 from gpt4d.parallel.resharding.jobs import (
     JobSequence,
     SendJob,
     Slot,
     by_host,
+    ensemble,
     lower_bound,
     send_jobs,
     timetable,
     together,
 )
-from gpt4d.parallel.resharding.mesh import StageMesh, Tile, UnitTask, unit_tasks
+from gpt4d.parallel.resharding.mesh import StageMesh, Tile, UnitTask, shape_of, unit_tasks
 
 # Shape, then layout and mesh of the source and of the destination
 Ends = tuple[tuple[int, ...], Layout, StageMesh, Layout, StageMesh]
@@ -89,29 +95,32 @@ def plan(
 
 
 def schedule(
-    ends: Ends,
-    num_summed: int,
-    tasks: list[UnitTask],
-    alternatives: list[list[SendJob]],
-    find: Search = search.ensemble,
+    ends: Ends, num_summed: int, tasks: list[UnitTask], alternatives: list[list[SendJob]], find: Search = ensemble
 ) -> tuple[tuple[Send, ...], Fraction, Fraction]:
     """Return the sends of the alternative that ends first, its makespan, and the lower bound of all alternatives."""
-    shape, _, source_mesh, *_ = ends
-    jobs, slots, bound = _best_schedule(alternatives, find)
-    end = max((slot.stop for slot in slots), default=0)
-    # Jobs inside a host go last: no link waits for them.
-    between_hosts = [job for job in jobs if job.over_links]
-    inside_hosts = [job for job in jobs if not job.over_links]
-    unit = max(1, math.prod(shape[num_summed:]))
-    senders = _SenderBalance(tasks, source_mesh)
-    sends = [
-        senders.assign(between_hosts[slot.job], slot.sender_host, Fraction(slot.start, unit), Fraction(slot.stop, unit))
-        for slot in slots
-    ]
-    sends += [
-        senders.assign(job, job.sender_hosts[0], Fraction(end, unit), Fraction(end, unit)) for job in inside_hosts
-    ]
-    return tuple(sends), Fraction(end, unit), Fraction(bound, unit)
+    schedules = []
+    for jobs in alternatives:
+        between_hosts = [job for job in jobs if job.over_links]
+        sequence, optimal = find(between_hosts)
+        slots, bound = timetable(between_hosts, sequence), lower_bound(between_hosts)
+        end = max((slot.stop for slot in slots), default=0)
+        # Jobs inside a host go last: no link waits for them.
+        slots += [Slot(end, end, job, job.sender_hosts[0]) for job in jobs if not job.over_links]
+        schedules.append((end, end if optimal else bound, slots))
+        if end == bound:
+            break
+    end, _, slots = min(schedules, key=lambda found: found[0])
+    unit, mesh = max(1, math.prod(ends[0][num_summed:])), ends[2]
+    hosts, assigned = dict(zip(mesh.devices, mesh.hosts, strict=True)), dict.fromkeys(mesh.devices, 0)
+    sends = []
+    for start, stop, job, host in slots:
+        task = tasks[job.task]
+        holders = [device for device in task.senders if hosts[device] == host]
+        sender = min(holders, key=lambda device: (assigned[device], device))  # with the fewest elements to send so far
+        assigned[sender] += task.elements
+        times = Fraction(start, unit), Fraction(stop, unit)
+        sends.append(Send(job.task, task.tile, sender, job.receivers, host, job.receiver_hosts, *times))
+    return tuple(sends), Fraction(end, unit), Fraction(min(bound for _, bound, _ in schedules), unit)
 
 
 def gradient_plan(forward: ReshardingPlan, partial: tuple[str, ...] = ()) -> ReshardingPlan:
@@ -139,32 +148,122 @@ def gradient_ends(forward: ReshardingPlan, partial: tuple[str, ...]) -> Ends:
     )
 
 
-def _best_schedule(alternatives: list[list[SendJob]], find: Search) -> tuple[list[SendJob], list[Slot], int]:
-    """Return the jobs of the alternative that finishes first, its slots, and the lower bound of all alternatives."""
-    schedules = []
-    for jobs in alternatives:
-        between_hosts = [job for job in jobs if job.over_links]
-        sequence, optimal = find(between_hosts)
-        slots = timetable(between_hosts, sequence)
-        end = max((slot.stop for slot in slots), default=0)
-        bound = lower_bound(between_hosts)
-        schedules.append((end, end if optimal else bound, jobs, slots))
-        if end == bound:
-            break
-    _, _, jobs, slots = min(schedules, key=lambda found: found[0])
-    return jobs, slots, min(bound for _, bound, _, _ in schedules)
+_MAX_CHUNKS = 128  # with 128 chunks, a chain to A receiving hosts takes A/128 longer than one link
+# Smaller chunks cost more to start than to send. On a GPU a round takes about 120 us of Python and of a kernel's start.
+MIN_CHUNK_BYTES = {"cpu": 128 * 1024, "cuda": 16 * 1024 * 1024}
 
 
-class _SenderBalance:
-    """Chooses the sending device on a host: the device that holds the tile and has the fewest elements to send."""
+class PeerMessage(NamedTuple):
+    """A message to or from one peer: a range of elements of the tile."""
 
-    def __init__(self, tasks: list[UnitTask], mesh: StageMesh):
-        self.tasks, self.hosts = tasks, dict(zip(mesh.devices, mesh.hosts, strict=True))
-        self.assigned = dict.fromkeys(mesh.devices, 0)  # elements
+    peer: int  # a rank
+    start: int  # elements of the tile in row-major order
+    stop: int
 
-    def assign(self, job: SendJob, host: int, start: Fraction, stop: Fraction) -> Send:
-        task = self.tasks[job.task]
-        candidates = [device for device in task.senders if self.hosts[device] == host]
-        sender = min(candidates, key=lambda device: (self.assigned[device], device))
-        self.assigned[sender] += task.elements
-        return Send(job.task, task.tile, sender, job.receivers, host, job.receiver_hosts, start, stop)
+
+class Round(NamedTuple):
+    """The messages that a rank sends and receives in one time step."""
+
+    sends: tuple[PeerMessage, ...]
+    receives: tuple[PeerMessage, ...]
+
+
+@dataclass(frozen=True)
+class SendStep:
+    """One send of the plan, as one of its ranks executes it."""
+
+    task: int  # index of the unit task
+    slices: tuple[slice, ...]  # the tile in this rank's local tensor
+    shape: tuple[int, ...]  # shape of the tile
+    sending: bool  # this rank holds the tile; otherwise it receives and forwards the tile
+    rounds: tuple[Round, ...]
+    previous_sender: int | None = None  # the rank that sends before this rank over the same host's link
+    next_sender: int | None = None  # the rank that sends after this rank over the same host's link
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """All steps of one rank. ``shape``: shape of its local tensor, the result if ``receives``, else the input."""
+
+    shape: tuple[int, ...]
+    receives: bool
+    steps: tuple[SendStep, ...]
+
+
+def rank_program(plan: ReshardingPlan, rank: int, element_bytes: int, device_type: str = "cpu") -> RankProgram:
+    """Return the program of ``rank``, a device of either mesh, for elements of ``element_bytes``."""
+    receives = rank in plan.destination_mesh.devices
+    mesh, layout = (plan.destination_mesh, plan.destination) if receives else (plan.source_mesh, plan.source)
+    own = [mesh.tiles(plan.shape, layout, chunk)[rank] for chunk in mesh.chunks_of(layout)]
+    chunked = next((dim for dim, axes in enumerate(layout.dims) if CHUNK in axes), 0)  # dim of concatenation
+    steps, neighbors = [], {} if receives else _sender_neighbors(plan)
+    for number, send in enumerate(plan.sends):
+        if rank == send.sender or rank in send.receivers:
+            elements, slices = plan.tasks[send.task].elements, _local_slices(send.tile, own, chunked)
+            num_chunks = _num_chunks(elements * element_bytes, len(send.receivers), device_type)
+            rounds, adjacent = chain(send, rank, elements, num_chunks), neighbors.get(number, (None, None))
+            steps.append(SendStep(send.task, slices, shape_of(send.tile), not receives, rounds, *adjacent))
+    shape = list(shape_of(own[0]))
+    shape[chunked] = sum(shape_of(tile)[chunked] for tile in own)
+    return RankProgram(tuple(shape), receives, tuple(steps))
+
+
+def _sender_neighbors(plan: ReshardingPlan) -> dict[int, tuple[int | None, int | None]]:
+    """Return, for each send over a link, the ranks that send before and after it from the same host.
+
+    None stands for the sending rank itself, whose sends are sequential without a signal. Concurrent sends of several
+    devices share the link. Each then takes longer than planned, and the receivers of the first send wait for all sends.
+    """
+    of_host: dict[int, list[int]] = {}
+    for number, send in enumerate(plan.sends):
+        if send.stop > send.start:
+            of_host.setdefault(send.sender_host, []).append(number)
+    neighbors = {}
+    for send_indices in of_host.values():
+        senders = [None, *(plan.sends[index].sender for index in send_indices), None]
+        for index, before, own, after in zip(send_indices, senders, senders[1:], senders[2:], strict=False):
+            neighbors[index] = None if before == own else before, None if after == own else after
+    return neighbors
+
+
+def _num_chunks(nbytes: int, receivers: int, device_type: str) -> int:
+    """Return the number of chunks in which a tile of ``nbytes`` travels along a chain of receivers.
+
+    A single receiver on a GPU gets the tile in one message, because it forwards nothing. On a CPU it gets the tile in
+    chunks, because a receive that is posted in advance must not cover the complete send.
+    """
+    if receivers == 1 and device_type != "cpu":
+        return 1
+    return max(1, min(_MAX_CHUNKS, nbytes // MIN_CHUNK_BYTES[device_type]))
+
+
+def chain(send: Send, rank: int, elements: int, num_chunks: int) -> tuple[Round, ...]:
+    """Return one rank's rounds of a send, whose chunks pass from device to device (arXiv 2211.05322, §3.1)."""
+    ranks, chunks = (send.sender, *send.receivers), split(elements, num_chunks)
+    place = ranks.index(rank)
+    rounds = []
+    for time_step in range(len(chunks) + len(ranks)):
+        sends, receives = [], []
+        if place + 1 < len(ranks) and 0 <= time_step - place < len(chunks):
+            sends.append(PeerMessage(ranks[place + 1], *chunks[time_step - place]))
+        if place and 0 <= time_step - place + 1 < len(chunks):
+            receives.append(PeerMessage(ranks[place - 1], *chunks[time_step - place + 1]))
+        if sends or receives:
+            rounds.append(Round(tuple(sends), tuple(receives)))
+    return tuple(rounds)
+
+
+def split(elements: int, count: int) -> list[tuple[int, int]]:
+    """Split a range into ``count`` near-equal parts, longer parts first, with the rule of ``Layout.tile``."""
+    return [Layout(("part",)).tile((elements,), {"part": count}, {"part": index})[0] for index in range(count)]
+
+
+def _local_slices(tile: Tile, own: Sequence[Tile], chunked: int) -> tuple[slice, ...]:
+    """Return the slices of a tile in a local tensor, the concatenation of the tiles ``own`` along dim ``chunked``."""
+    before = 0
+    for part in own:
+        if all(a <= start and stop <= b for (start, stop), (a, b) in zip(tile, part, strict=True)):
+            offsets = [a - (before if dim == chunked else 0) for dim, (a, _) in enumerate(part)]
+            return tuple(slice(start - o, stop - o) for (start, stop), o in zip(tile, offsets, strict=True))
+        before += part[chunked][1] - part[chunked][0]
+    raise AssertionError(f"{tile} is not inside one of {own}")

@@ -28,8 +28,7 @@ import torch.distributed as dist
 from gpt4d.parallel.comm.collectives import Axis, start_messages, transport_of
 from gpt4d.parallel.comm.cpu.comm_thread import CommFuture, CommThread
 from gpt4d.parallel.comm.stats import now
-from gpt4d.parallel.resharding.messages import PeerMessage, SendStep, rank_program
-from gpt4d.parallel.resharding.plan import ReshardingPlan
+from gpt4d.parallel.resharding.plan import PeerMessage, ReshardingPlan, SendStep, rank_program
 
 # Number of receives posted in advance. Without them, gloo's sender waits for this rank to wake up between any two
 # messages. With many, the next sender takes half of the link's bandwidth too early.

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from gpt4d.config import ConfigError, GridSizes
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.resharding import jobs as schedules
-from gpt4d.parallel.resharding import search
 from gpt4d.parallel.resharding.jobs import SendJob, lower_bound, send_jobs, together
 from gpt4d.parallel.resharding.mesh import StageMesh, notation, parse, unit_tasks
 from gpt4d.parallel.resharding.plan import gradient_plan, plan, schedule
@@ -147,10 +146,10 @@ def test_small_instances_reach_the_optimum_of_an_exhaustive_solver(instances):
         jobs = random_jobs(rng)
         optimum = solve(jobs)
         assert lower_bound(jobs) <= optimum
-        for sequence, proved in (search.dfs(jobs), search.ensemble(jobs)):
+        for sequence, proved in (schedules.dfs(jobs), schedules.ensemble(jobs)):
             assert proved
             assert schedules.makespan(jobs, sequence) == optimum
-        assert schedules.makespan(jobs, search.greedy(jobs)) >= optimum
+        assert schedules.makespan(jobs, schedules.greedy(jobs)) >= optimum
         above_bound += optimum > lower_bound(jobs)
     assert above_bound > instances / 20  # only these need a search of the complete tree
 
@@ -190,19 +189,19 @@ def test_search_stops_by_count_where_no_order_reaches_the_bound(monkeypatch):
     """The clock does not matter, and a plan from an incomplete search has a bound below its makespan."""
 
     def allow(choices: int) -> None:
-        monkeypatch.setattr(search, "DFS_CHOICES", choices)
-        monkeypatch.setattr(search, "GREEDY_CHOICES", choices)
+        monkeypatch.setattr(schedules, "DFS_CHOICES", choices)
+        monkeypatch.setattr(schedules, "GREEDY_CHOICES", choices)
 
     rng = random.Random(0)
     outcomes = []
     for _ in range(5):
         jobs = [SendJob(n, (n % 3,), (10 + n // 3,), (), rng.randint(5, 9)) for n in range(9)]
         allow(5000)  # enough for the complete tree
-        best, complete = search.ensemble(jobs)
+        best, complete = schedules.ensemble(jobs)
         allow(50)
-        (first, proved), again = search.ensemble(jobs), search.ensemble(jobs)
+        (first, proved), again = schedules.ensemble(jobs), schedules.ensemble(jobs)
         assert (first, proved) == again
-        sequences = (search.dfs(jobs)[0], search.greedy(jobs), first, best)
+        sequences = (schedules.dfs(jobs)[0], schedules.greedy(jobs), first, best)
         dfs, greedy, ensemble, optimum = (schedules.makespan(jobs, sequence) for sequence in sequences)
         assert complete and optimum <= ensemble <= min(dfs, greedy)
         outcomes.append((proved, ensemble > optimum, dfs != greedy))
@@ -234,9 +233,9 @@ def test_lower_bound_is_the_load_of_the_busiest_links():
 
 def test_first_sequence_needs_no_search(monkeypatch):
     """The longest jobs come last: depth-first search alone takes them first and backtracks 2^n times."""
-    monkeypatch.setattr(search, "DFS_CHOICES", 1000)
+    monkeypatch.setattr(schedules, "DFS_CHOICES", 1000)
     jobs = [SendJob(number, (number,), (100 + number,), (), number + 1) for number in range(40)]
-    assert schedules.makespan(jobs, search.dfs(jobs)[0]) == 40
+    assert schedules.makespan(jobs, schedules.dfs(jobs)[0]) == 40
 
 
 def test_hosts_are_served_separately_if_a_chain_must_wait_for_all():

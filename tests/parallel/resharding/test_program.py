@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from gpt4d.config import GridSizes
 from gpt4d.parallel.layout import CHUNK, Layout
 from gpt4d.parallel.resharding.mesh import StageMesh
-from gpt4d.parallel.resharding.messages import rank_program
-from gpt4d.parallel.resharding.plan import plan
+from gpt4d.parallel.resharding.plan import plan, rank_program
 from tests.support.grids import full
 from tests.support.reshardings import (
     ELEMENT_BYTES,
