@@ -8,8 +8,7 @@ from gpt4d.model import registry
 from gpt4d.model.description import Description
 from gpt4d.parallel.pipeline import schedule
 from gpt4d.parallel.pipeline.schedule import Action
-from gpt4d.parallel.pipeline.simulation import Costs
-from gpt4d.parallel.pipeline.stage_program import Program, orders_of, programs
+from gpt4d.parallel.pipeline.simulation import Costs, Program, orders_of, programs
 from gpt4d.parallel.stage_plan import StagePlan, consecutive_stages
 
 

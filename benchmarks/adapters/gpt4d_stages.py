@@ -20,8 +20,8 @@ from benchmarks.workloads import END, LAST, OPTIM, StagesConfig
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.pipeline import runtime
 from gpt4d.parallel.pipeline.schedule import Action
+from gpt4d.parallel.pipeline.simulation import StageTransfer
 from gpt4d.parallel.pipeline.stage_links import Arrival, Exchange
-from gpt4d.parallel.pipeline.stage_program import StageTransfer
 from gpt4d.runtime.consensus import all_gather_json
 from gpt4d.step import TrainStep, build_stage, connect_stages
 

@@ -26,10 +26,10 @@ from benchmarks.laboratory.strategies import plan as plan_resharding
 from benchmarks.settings import arguments_of, parse_sizes
 from benchmarks.workloads import END, LAST, StagesConfig
 from gpt4d.config import ConfigError
+from gpt4d.config.schema import SCHEDULES
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.pipeline.schedule import Action
-from gpt4d.parallel.pipeline.simulation import Costs, Edge, Timeline, simulate
-from gpt4d.parallel.pipeline.stage_program import SCHEDULES, orders_of
+from gpt4d.parallel.pipeline.simulation import Costs, Edge, Timeline, orders_of, simulate
 from gpt4d.parallel.resharding.mesh import StageMesh
 from gpt4d.plan import ParallelPlan
 from gpt4d.planner.stages import PipelineEstimate

@@ -9,8 +9,8 @@ from torch import nn
 from gpt4d.parallel.comm.collectives import Axis
 from gpt4d.parallel.engine.prefetch import LayerWeights
 from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.pipeline.simulation import Program
 from gpt4d.parallel.pipeline.stage_links import Exchange
-from gpt4d.parallel.pipeline.stage_program import Program
 from gpt4d.parallel.sharded_weights import ShardedWeights
 
 

@@ -12,8 +12,7 @@ from gpt4d.config.pipeline import DEFAULT_SCHEDULE, items
 from gpt4d.model.description import Description, copied_parameters
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.pipeline.schedule import balanced, peak_of_others
-from gpt4d.parallel.pipeline.simulation import Costs, Timeline, simulate
-from gpt4d.parallel.pipeline.stage_program import link_name, orders_of
+from gpt4d.parallel.pipeline.simulation import Costs, Timeline, link_name, orders_of, simulate
 from gpt4d.parallel.stage_plan import StagePlan
 from gpt4d.parallel.symbolic.stage import MASTER_BYTES
 from gpt4d.plan import ParallelPlan

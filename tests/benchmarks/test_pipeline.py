@@ -6,8 +6,7 @@ import pytest
 
 from benchmarks.experiments import pipeline
 from benchmarks.workloads import END, LAST, StagesConfig
-from gpt4d.parallel.pipeline.simulation import Costs, simulate
-from gpt4d.parallel.pipeline.stage_program import orders_of
+from gpt4d.parallel.pipeline.simulation import Costs, orders_of, simulate
 from tests.support.grids import full
 
 CASE = pipeline.Settings(grid="2x1x1x2", microbatches=8)

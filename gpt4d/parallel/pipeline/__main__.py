@@ -13,9 +13,9 @@ from pathlib import Path
 
 from gpt4d.config import ConfigError, asks_for_help, check_at_least, check_choice, check_image_format, from_arguments
 from gpt4d.config.commands import one_line_errors
+from gpt4d.config.schema import SCHEDULES
 from gpt4d.parallel.pipeline.schedule import Order, peak_in_flight
-from gpt4d.parallel.pipeline.simulation import Costs, Timeline, simulate
-from gpt4d.parallel.pipeline.stage_program import SCHEDULES, orders_of
+from gpt4d.parallel.pipeline.simulation import Costs, Timeline, orders_of, simulate
 from gpt4d.runtime.writing import required_file
 
 _MAX_WORK = 100_000  # forwards in a step

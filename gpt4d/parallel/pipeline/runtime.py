@@ -15,8 +15,8 @@ from gpt4d.parallel.engine.prefetch import WeightPlan, weight_order
 from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import BATCH_AXES
 from gpt4d.parallel.pipeline.schedule import Action
+from gpt4d.parallel.pipeline.simulation import Program, StageTransfer
 from gpt4d.parallel.pipeline.stage_links import Arrival, Exchange
-from gpt4d.parallel.pipeline.stage_program import Program, StageTransfer
 from gpt4d.parallel.pipeline.trace import StageTrace
 from gpt4d.parallel.resharding.transfer import ReshardingInFlight
 from gpt4d.parallel.stage import Stage

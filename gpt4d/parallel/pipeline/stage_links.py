@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from gpt4d.parallel.comm.collectives import Axis
 from gpt4d.parallel.layout import Layout
-from gpt4d.parallel.pipeline.stage_program import StageTransfer, link_name
+from gpt4d.parallel.pipeline.simulation import StageTransfer, link_name
 from gpt4d.parallel.resharding.mesh import StageMesh
 from gpt4d.parallel.resharding.plan import gradient_plan, plan
 from gpt4d.parallel.resharding.transfer import Link, Resharding, ReshardingInFlight

@@ -7,8 +7,7 @@ from typing import Any
 
 from gpt4d.parallel.comm.stats import seconds_between
 from gpt4d.parallel.pipeline.schedule import Action
-from gpt4d.parallel.pipeline.simulation import Span, Timeline, TransferSpan
-from gpt4d.parallel.pipeline.stage_program import StageTransfer
+from gpt4d.parallel.pipeline.simulation import Span, StageTransfer, Timeline, TransferSpan
 
 
 @dataclass

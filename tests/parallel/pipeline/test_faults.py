@@ -9,7 +9,7 @@ import torch
 
 from gpt4d.parallel.pipeline.runtime import LOSS, StageRuntime
 from gpt4d.parallel.pipeline.schedule import Action
-from gpt4d.parallel.pipeline.stage_program import StageTransfer
+from gpt4d.parallel.pipeline.simulation import StageTransfer
 from gpt4d.parallel.resharding.transfer import Resharding
 from gpt4d.runtime import watchdog
 from tests.support.faults import at_step, block, fail, kill, losses, shorten_timeouts, signal_itself

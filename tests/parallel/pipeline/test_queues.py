@@ -6,7 +6,8 @@ from unittest.mock import patch
 
 import pytest
 
-from gpt4d.parallel.pipeline.stage_program import SCHEDULES, StageTransfer
+from gpt4d.config.schema import SCHEDULES
+from gpt4d.parallel.pipeline.simulation import StageTransfer
 from gpt4d.plan import ParallelPlan
 from gpt4d.validation import validate
 from tests.support.grids import full

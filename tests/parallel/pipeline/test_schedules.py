@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from gpt4d.config import GridSizes
+from gpt4d.config.schema import SCHEDULES
 from gpt4d.model import registry
 from gpt4d.parallel.pipeline import __main__, schedule
 from gpt4d.parallel.pipeline.schedule import Action, balanced, peak_in_flight, problem
-from gpt4d.parallel.pipeline.simulation import Costs, Deadlock, simulate
-from gpt4d.parallel.pipeline.stage_program import SCHEDULES, StageTransfer, orders_of, programs
+from gpt4d.parallel.pipeline.simulation import Costs, Deadlock, StageTransfer, orders_of, programs, simulate
 from gpt4d.validation import validate
 from tests.support.commands import wrong_messages
 from tests.support.settings import configured

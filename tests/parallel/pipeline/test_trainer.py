@@ -8,8 +8,7 @@ from unittest.mock import patch
 import pytest
 
 from gpt4d.parallel.pipeline import trace
-from gpt4d.parallel.pipeline.simulation import Costs, Timeline, simulate
-from gpt4d.parallel.pipeline.stage_program import StageTransfer, orders_of
+from gpt4d.parallel.pipeline.simulation import Costs, StageTransfer, Timeline, orders_of, simulate
 from gpt4d.parallel.pipeline.trace import StageTrace, timeline
 from gpt4d.planner.stages import PipelineEstimate
 from gpt4d.validation import validate
