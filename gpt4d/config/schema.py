@@ -48,6 +48,7 @@ class ModelConfig:
     width: float = derived(1.0)  # with optim.width_transfer: features / features of the base model
 
     width_key = ""  # key of the features of the residual stream; base_… is the same size of the base model
+    unstructured = frozenset({"name"})  # keys that do not decide which parameters exist and how they are used
 
     def relative_width(self) -> float | None:
         """Return the features of the residual stream, divided by the base model's; None if the base is not set."""

@@ -1,7 +1,8 @@
 """The record that describes a model family to the rest of gpt4d."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gpt4d.config import Config, ModelConfig
@@ -72,8 +73,6 @@ class Family:
     Attributes:
         name: the family's name in the registry, in checkpoints and as Hydra's schema ``model=<name>``.
         config: the dataclass of its settings.
-        structure: the settings that decide which parameters exist and how they are used; they must equal the settings
-            of a checkpoint.
         positions: the part of ``structure`` that sets positions without weights. A run may start from the weights of a
             model with other values of them.
         task: the name of the task that such models are trained for.
@@ -85,13 +84,18 @@ class Family:
 
     name: str
     config: type[ModelConfig]
-    structure: tuple[str, ...]
     task: str
     unit: str
     check: Callable[[Config], None]
     describe: Callable[[Any], Description]
     adapter: HuggingFaceAdapter | None = None
     positions: tuple[str, ...] = ()
+
+    @cached_property
+    def structure(self) -> tuple[str, ...]:
+        """The settings that decide which parameters exist and how they are used. They must equal a checkpoint's."""
+        keys = (each.name for each in fields(self.config) if not each.metadata.get("derived"))
+        return tuple(key for key in keys if key not in self.config.unstructured)
 
     def hugging_face(self) -> HuggingFaceAdapter:
         """Return the adapter of a family that has one."""

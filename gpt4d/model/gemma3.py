@@ -112,7 +112,8 @@ def describe(config: Gemma3Config) -> Description:
         config, block, llama.norm(config), {"embedding_factor": embeddings}, global_block=global_block
     )
     return replace(
-        llama.describe_layers(config, model),
+        llama.describe_layers(config, block),
+        model=model.of_parts,
         parts=(units_of(config.global_blocks),),
         # The embedding is multiplied by the square root of the width.
         width_exponents={"norm.weight": 0.5, "tokens.weight": 0.5},

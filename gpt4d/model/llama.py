@@ -305,11 +305,11 @@ def rotary(config: RotaryConfig) -> Rotary:
     return Rotary(frequencies(config), scale(config))
 
 
-def describe_layers(config: LlamaSizes, model: TextModelSpec) -> Description:
-    """Return the description of a ``model`` with the linear layers of a Llama."""
+def describe_layers(config: LlamaSizes, block: LayerSpec) -> Description:
+    """Return the description of a model of equal blocks with the linear layers of a Llama."""
     h, attended = config.hidden, config.heads * config.head_size
     return Description(
-        model=model.of_parts,
+        model=TextModelSpec(config, block, norm(config), {}).of_parts,
         parts=(units_of([0] * config.layers),),
         rules=(
             Divisibility("model.heads", config.heads, ("x",)),
@@ -325,7 +325,7 @@ def describe_layers(config: LlamaSizes, model: TextModelSpec) -> Description:
 
 def describe(config: LlamaConfig) -> Description:
     """Return the description of a Llama, a Qwen2 or a Qwen3."""
-    return describe_layers(config, TextModelSpec(config, LlamaBlockSpec(config, rotary(config)), norm(config), {}))
+    return describe_layers(config, LlamaBlockSpec(config, rotary(config)))
 
 
 LAYERS = {

@@ -11,7 +11,7 @@ from gpt4d.model import llama
 from gpt4d.model.description import Description
 from gpt4d.model.hugging_face import ModelTable, TextAdapter
 from gpt4d.model.parts import EXPERTS
-from gpt4d.model.text import TextModelSpec, text_family
+from gpt4d.model.text import text_family
 from gpt4d.parallel.layers.experts import ExpertsSpec
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.product import Recomputable
@@ -120,13 +120,9 @@ class MoeBlockSpec(llama.LlamaBlockSpec):
 
 def describe(config: MoeConfig) -> Description:
     """Return the description of a mixture of experts."""
-    block = MoeBlockSpec(config, llama.rotary(config))
-    layers = llama.describe_layers(config, TextModelSpec(config, block, llama.norm(config), {}))
+    layers = llama.describe_layers(config, MoeBlockSpec(config, llama.rotary(config)))
     rules = [rule for rule in layers.rules if rule.quantity != "model.inner"]
-    rules += [
-        Divisibility(EXPERTS, config.experts, ("z",)),
-        Divisibility("model.inner", config.inner, ("x",)),
-    ]
+    rules += [Divisibility(EXPERTS, config.experts, ("z",)), Divisibility("model.inner", config.inner, ("x",))]
     if config.shared_inner:
         rules.append(Divisibility("model.shared_inner", config.shared_inner, ("x", "z")))
     unused = config.layers * (config.experts - config.experts_per_token) * 3 * config.hidden * config.inner
@@ -165,13 +161,7 @@ _KINDS = {
         _SUPPORTED,
     ),
     "olmoe": ModelTable("OlmoeForCausalLM", _LAYERS, _OLMOE, _FIXED | {"qk_norm": "all"}, _SUPPORTED),
-    "qwen3_moe": ModelTable(
-        "Qwen3MoeForCausalLM",
-        _LAYERS,
-        _QWEN3,
-        _FIXED | {"qk_norm": "heads"},
-        _SUPPORTED,
-    ),
+    "qwen3_moe": ModelTable("Qwen3MoeForCausalLM", _LAYERS, _QWEN3, _FIXED | {"qk_norm": "heads"}, _SUPPORTED),
 }
 ADAPTER = TextAdapter(MoeConfig, _KINDS, llama.read_settings, llama.write_settings)
 FAMILY = text_family("moe", MoeConfig, describe, ADAPTER, check)

@@ -10,7 +10,7 @@ from gpt4d.config import redefined
 from gpt4d.model import llama
 from gpt4d.model.description import Description
 from gpt4d.model.hugging_face import ModelTable, TextAdapter
-from gpt4d.model.text import TextModelSpec, text_family
+from gpt4d.model.text import text_family
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.sequence import TokenIndex
 
@@ -46,8 +46,7 @@ class Olmo2BlockSpec(llama.LlamaBlockSpec):
 
 def describe(config: Olmo2Config) -> Description:
     """Return the description of an OLMo 2."""
-    block = Olmo2BlockSpec(config, llama.rotary(config))
-    return llama.describe_layers(config, TextModelSpec(config, block, llama.norm(config), {}))
+    return llama.describe_layers(config, Olmo2BlockSpec(config, llama.rotary(config)))
 
 
 _LAYERS = llama.LAYERS | {"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}

@@ -29,7 +29,6 @@ class TextConfig(ModelConfig):
 
     Attributes:
         tied: the head multiplies by the token embedding.
-        unstructured: the keys that do not decide which parameters exist and how they are used.
     """
 
     hidden: int
@@ -37,7 +36,7 @@ class TextConfig(ModelConfig):
     vocab_multiple: int
     max_positions: int
     tied = False
-    unstructured = frozenset({"name", "vocab_multiple", "base_hidden"})
+    unstructured = ModelConfig.unstructured | {"vocab_multiple", "base_hidden"}
 
     @property
     def padded_vocab_size(self) -> int:
@@ -116,9 +115,8 @@ def text_family(
         check(config)
         _check_length(config)
 
-    keys = (each.name for each in fields(settings) if not each.metadata.get("derived"))
-    structure, positions = tuple(key for key in keys if key not in settings.unstructured), positions_of(settings)
-    return Family(name, settings, structure, "language_modeling", "tokens", check_all, describe, adapter, positions)
+    positions = positions_of(settings)
+    return Family(name, settings, "language_modeling", "tokens", check_all, describe, adapter, positions)
 
 
 def _check_length(config: Config) -> None:

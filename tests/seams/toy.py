@@ -274,7 +274,6 @@ def _create_task(config: Config):
 FAMILY = Family(
     name="toy",
     config=ToyConfig,
-    structure=("blocks", "features", "hidden", "wide", "narrow", "outputs", "skips"),
     task="regression",
     unit="rows",
     check=_check_model,

@@ -43,6 +43,7 @@ class UNetConfig(ModelConfig):
         None, "optim.width_transfer: channels of the model that the learning rate fits", **SIZE, read_if=with_base
     )
     width_key = "channels"
+    unstructured = ModelConfig.unstructured | {"dropout", "clip_range", "timestep_spacing", "base_channels"}
 
 
 class Tensor(NamedTuple):
