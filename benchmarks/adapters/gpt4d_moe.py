@@ -16,7 +16,7 @@ from gpt4d.parallel.context import Context, Pass
 from gpt4d.parallel.engine.interleave import Node, run_graph
 from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layers.exchange import Summed, exchanged
+from gpt4d.parallel.layers.exchange import exchanged, summed
 from gpt4d.parallel.layers.experts import ExpertsSpec
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec, LayersSpec
 from gpt4d.parallel.layers.module import Layer
@@ -32,7 +32,7 @@ class GivenRouterSpec(RouterSpec):
     async def forward(self, layer: BoundLayer, x_TH: Any, experts_TK: Any) -> Routing:
         logits_TE = LogitsFunction.apply(x_TH, layer.weight)
         if layer.context.grid.y.size > 1:
-            (logits_TE,) = await exchanged((logits_TE, Summed(layer.context.grid.y)))
+            (logits_TE,) = await exchanged((logits_TE, summed(layer.context.grid.y)))
         weights_TK = ExpertWeightsFunction.apply(logits_TE, experts_TK, None, None, self, layer.weights)
         return Routing(weights_TK, experts_TK)
 

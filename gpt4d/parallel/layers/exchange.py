@@ -27,10 +27,15 @@ class ActivationExchange(Protocol):
         """Wait for the gradient of the tensor that this rank has sent."""
 
 
-class _Gradient:
-    """The collective of a gradient in flight, ``gradient``."""
+class _Exchange:
+    """An ``ActivationExchange`` of two functions that start the collectives of the forward and of the backward."""
 
-    gradient: Any = None
+    def __init__(self, start: Callable[[Any], Any], start_back: Callable[[Any], Any]):
+        self.start, self.start_back = start, start_back
+        self.gradient: Any = None  # the collective of the gradient in flight
+
+    def start_gradient(self, d_received: Any) -> None:
+        self.gradient = self.start_back(d_received)
 
     def take_gradient(self) -> Any:
         pending, self.gradient = self.gradient, None
@@ -85,78 +90,54 @@ class Exchanges:
 
 
 async def exchanged(*exchanges: tuple[Any, ActivationExchange]) -> list[Any]:
-    """ActivationExchange activations at the same time, each with its exchange."""
+    """Exchange activations at the same time, each with its exchange."""
     return await Exchanges(*exchanges).received()
 
 
-class GatheredFeatures(_Gradient):
-    """All-gathers features over an axis. The backward reduce-scatters their gradients."""
-
-    def __init__(self, axis: Any):
-        self.axis = axis
-
-    def start(self, sent: Any) -> Any:
-        return start_gather(sent, self.axis, FEATURES)
-
-    def start_gradient(self, d_received: Any) -> None:
-        self.gradient = start_scatter(d_received, self.axis, FEATURES)
+def gathered_features(axis: Any) -> ActivationExchange:
+    """All-gather features over an axis. The backward reduce-scatters their gradients."""
+    return _Exchange(lambda sent: start_gather(sent, axis, FEATURES), lambda d: start_scatter(d, axis, FEATURES))
 
 
-class SummedGradient(_Gradient):
-    """The input of layers that are split over an axis: the backward sums its gradient over the axis.
+def summed_gradient(axis: Any, splits_tokens: bool = False) -> ActivationExchange:
+    """Exchange the input of layers that are split over an axis: the backward sums its gradient over the axis.
 
     ``splits_tokens``: the axis splits the tokens of the input, which are all-gathered.
     """
-
-    def __init__(self, axis: Any, splits_tokens: bool = False):
-        self.axis, self.splits_tokens = axis, splits_tokens
-
-    def start(self, sent: Any) -> Any:
-        return start_gather(sent, self.axis, TOKENS) if self.splits_tokens else Pending(sent)
-
-    def start_gradient(self, d_received: Any) -> None:
-        d_received = d_received.detach().contiguous()
-        if self.splits_tokens:
-            self.gradient = start_scatter(d_received, self.axis, TOKENS)
-        else:
-            self.gradient = self.axis.start_all_reduce(d_received)
+    if splits_tokens:
+        return _Exchange(
+            lambda sent: start_gather(sent, axis, TOKENS),
+            lambda d: start_scatter(d.detach().contiguous(), axis, TOKENS),
+        )
+    return _Exchange(Pending, lambda d: axis.start_all_reduce(d.detach().contiguous()))
 
 
-class Summed(_Gradient):
-    """The output of layers that are split over an axis: it is all-reduced over the axis.
+def summed(axis: Any, splits_tokens: bool = False) -> ActivationExchange:
+    """Exchange the output of layers that are split over an axis: it is all-reduced over the axis.
 
     ``splits_tokens``: the axis splits the tokens of the result, so the sum is a reduce-scatter.
     """
-
-    def __init__(self, axis: Any, splits_tokens: bool = False):
-        self.axis, self.splits_tokens = axis, splits_tokens
-
-    def start(self, sent: Any) -> Any:
-        return start_scatter(sent, self.axis, TOKENS) if self.splits_tokens else self.axis.start_all_reduce(sent)
-
-    def start_gradient(self, d_received: Any) -> None:
-        self.gradient = start_gather(d_received, self.axis, TOKENS) if self.splits_tokens else Pending(d_received)
+    if splits_tokens:
+        return _Exchange(lambda sent: start_scatter(sent, axis, TOKENS), lambda d: start_gather(d, axis, TOKENS))
+    return _Exchange(axis.start_all_reduce, Pending)
 
 
-class AllToAll(_Gradient):
-    """Sends rows of a matrix to the ranks of an axis. The backward sends the gradients of the rows back.
+def all_to_all(
+    axis: Any, sent_rows: Sequence[int], received_rows: Sequence[int], later: list[Callable[[], None]] | None = None
+) -> ActivationExchange:
+    """Send rows of a matrix to the ranks of an axis. The backward sends the gradients of the rows back.
 
     Args:
         axis: the ranks.
-        sent: numbers of rows for each rank, in the order of the rows.
-        received: numbers of rows from each rank.
+        sent_rows: numbers of rows for each rank, in the order of the rows.
+        received_rows: numbers of rows from each rank.
         later: computations of the backward, which take place after the start of its exchange.
     """
 
-    def __init__(
-        self, axis: Any, sent: Sequence[int], received: Sequence[int], later: list[Callable[[], None]] | None = None
-    ):
-        self.axis, self.sent, self.received, self.later = axis, sent, received, later
+    def start_back(d_received: Any) -> Any:
+        pending = axis.start_all_to_all(d_received.detach().contiguous(), received_rows, sent_rows)
+        while later:
+            later.pop(0)()  # and forget its tensors
+        return pending
 
-    def start(self, sent: Any) -> Any:
-        return self.axis.start_all_to_all(sent, self.sent, self.received)
-
-    def start_gradient(self, d_received: Any) -> None:
-        self.gradient = self.axis.start_all_to_all(d_received.detach().contiguous(), self.received, self.sent)
-        while self.later:
-            self.later.pop(0)()  # and forget its tensors
+    return _Exchange(lambda sent: axis.start_all_to_all(sent, sent_rows, received_rows), start_back)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from gpt4d.parallel.context import Pass
 from gpt4d.parallel.kernels import Function, Symbolic, kernel
-from gpt4d.parallel.layers.exchange import AllToAll, Exchanges, Summed, SummedGradient, exchanged
+from gpt4d.parallel.layers.exchange import Exchanges, all_to_all, exchanged, summed, summed_gradient
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.linear import matmul, product
 from gpt4d.parallel.layers.product import TOKENS, ProductContext, Recomputable, multiply, start_gather
@@ -301,7 +301,7 @@ class ExpertsSpec(LayerSpec):
         splits = current.splits_tokens
         weights_TK, experts_TK = routing
         if x.size > 1:
-            inputs = (x_TH, SummedGradient(x, splits)), (weights_TK, SummedGradient(x, splits))
+            inputs = (x_TH, summed_gradient(x, splits)), (weights_TK, summed_gradient(x, splits))
             if splits:
                 arriving = start_gather(experts_TK, x, TOKENS)
                 x_TH, weights_TK = await exchanged(*inputs)
@@ -319,8 +319,8 @@ class ExpertsSpec(LayerSpec):
         later: list[Callable[[], None]] | None = [] if transfer and rows.grad_fn is not None else None
         if transfer:
             travelling = Exchanges(
-                (rows, AllToAll(ranks, transfer.sent, transfer.received, later)),
-                (row_weights, AllToAll(ranks, transfer.sent, transfer.received)),
+                (rows, all_to_all(ranks, transfer.sent, transfer.received, later)),
+                (row_weights, all_to_all(ranks, transfer.sent, transfer.received)),
             )
         added_TH = None if other is None else await other
         if transfer and travelling:
@@ -338,10 +338,10 @@ class ExpertsSpec(LayerSpec):
         out = await multiply(act, layer.down, None, second, current)
         if transfer:
             out = SelectedRowsFunction.apply(out, own.place, own.order, 1)
-            (out,) = await exchanged((out, AllToAll(ranks, transfer.received, transfer.sent)))
+            (out,) = await exchanged((out, all_to_all(ranks, transfer.received, transfer.sent)))
         out_TH = SummedRowsFunction.apply(out, sent.order, sent.place, each)
         if x.size > 1:
-            (out_TH,) = await exchanged((out_TH, Summed(x, splits)))
+            (out_TH,) = await exchanged((out_TH, summed(x, splits)))
         return out_TH if added_TH is None else out_TH + added_TH
 
     def _transfer(self, layer: BoundLayer, sent: _Order) -> _Transfer:

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from gpt4d.parallel.kernels import Function, TorchFunction, kernel, planned_kernel
 from gpt4d.parallel.layers import sharding
-from gpt4d.parallel.layers.exchange import GatheredFeatures, exchanged
+from gpt4d.parallel.layers.exchange import exchanged, gathered_features
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.product import cast_to
 from gpt4d.parallel.lazy import torch
@@ -133,7 +133,7 @@ class KeyValueHeadsSpec(LayerSpec):
         if layer.gathered:
             columns = StackedFunction.apply(k, v)
             for axis in layer.gathered:
-                (columns,) = await exchanged((columns, GatheredFeatures(axis)))
+                (columns,) = await exchanged((columns, gathered_features(axis)))
             k, v = columns.unbind()
         return _needed(k, layer), _needed(v, layer)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from gpt4d.parallel.kernels import Function, kernel, wide_dtype
-from gpt4d.parallel.layers.exchange import Summed, exchanged
+from gpt4d.parallel.layers.exchange import exchanged, summed
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.linear import matmul
 from gpt4d.parallel.layers.sequence import TokenIndex
@@ -234,7 +234,7 @@ class RouterSpec(LayerSpec):
         y, weights = layer.context.grid.y, layer.weights
         logits_TE = LogitsFunction.apply(x_TH, layer.weight)
         if y.size > 1:
-            (logits_TE,) = await exchanged((logits_TE, Summed(y)))
+            (logits_TE,) = await exchanged((logits_TE, summed(y)))
         bias_E, load_E = (layer.state, None) if self.balance == "bias" else (None, layer.state)
         experts_TK = chosen_experts(logits_TE.detach(), bias_E, self.scoring)
         if layer.current_pass.records and not weights.recomputing:
