@@ -123,6 +123,12 @@ def planned_kernel(shapes: Callable[..., Any] | None = None, **options: Any) -> 
     return PlannedKernel(shapes, shapes) if shapes else lambda function: PlannedKernel(function, function, **options)
 
 
+@planned_kernel
+def elementwise(x, *others):
+    """Return the result of a function of each element, in the shape and dtype of ``x``."""
+    return x.like()
+
+
 class Function:
     """A function with a gradient: a torch.autograd.Function, in a module that does not import torch.
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from gpt4d.parallel import random
-from gpt4d.parallel.kernels import Function, Kernel, TorchFunction, kernel, planned_kernel
+from gpt4d.parallel.kernels import Function, Kernel, TorchFunction, elementwise, kernel
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.lazy import F, torch
 
@@ -77,18 +77,6 @@ def _gated_gradient(d_out, gate_and_up, activation: Callable, backward: Callable
     return d_input
 
 
-@planned_kernel
-def activated(x):
-    """Return ``silu(x)``."""
-    return x.like()
-
-
-@planned_kernel
-def silu_gradient(d_out, x):
-    """Return the gradient of the input of ``silu``."""
-    return x.like()
-
-
 class GeluFunction(Function):
     """``gelu(x)`` of [tokens, features]. ``x`` contains ``bias``, whose gradient the backward also returns."""
 
@@ -141,11 +129,11 @@ class SiluFunction(TorchFunction):
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)
-        return activated(x)
+        return elementwise(x)
 
     @staticmethod
     def backward(ctx, d_out):
-        return silu_gradient(d_out, *ctx.saved_tensors)
+        return elementwise(d_out, *ctx.saved_tensors)
 
 
 def silu(x: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from gpt4d.parallel import random
-from gpt4d.parallel.kernels import TorchFunction, kernel, planned_kernel, wide_dtype
+from gpt4d.parallel.kernels import TorchFunction, elementwise, kernel, planned_kernel, wide_dtype
 from gpt4d.parallel.layers.activations import DropoutFunction
 from gpt4d.parallel.layers.attention_backends import attention_of_documents, takes_documents, with_heads
 from gpt4d.parallel.layers.context_attention import (
@@ -168,15 +168,9 @@ class AttentionFunction(TorchFunction):
 # ----------------------------------------------------------------------------------------------- with dropout
 
 
-@planned_kernel
-def copied(x):
-    """Return a copy."""
-    return x.like()
-
-
 def _as_batch(x):
     """Return [B, S, h, s] as a batch of matrices, one per head: a copy if no single stride describes the batch."""
-    return x if 1 in (x.shape[0], x.shape[2]) else copied(x)
+    return x if 1 in (x.shape[0], x.shape[2]) else elementwise(x)
 
 
 @planned_kernel(flops=lambda q, k: 2 * math.prod(q.shape) * k.shape[1])
@@ -186,34 +180,10 @@ def score_products(q, k):
     return q.like((batch, heads, length, k.shape[1]))
 
 
-@planned_kernel
-def scaled_scores(scores):
-    """Return scores divided by a number."""
-    return scores.like()
-
-
 @planned_kernel(unread=("scores",))
 def later_keys(scores):
     """Return the causal mask [S, S], True for keys after the query's token."""
     return scores.like(scores.shape[-2:], "bool")
-
-
-@planned_kernel
-def masked_scores(scores, hidden):
-    """Return scores, or their gradients, with a constant at masked keys."""
-    return scores.like()
-
-
-@planned_kernel
-def softmax_of_scores(scores):
-    """Return the attention weights of scores."""
-    return scores.like()
-
-
-@planned_kernel
-def softmax_gradient(d_weights, weights):
-    """Return the gradient of scores."""
-    return weights.like()
 
 
 @planned_kernel(flops=lambda weights, values, *_: 2 * math.prod(weights.shape) * values.shape[3])
@@ -242,17 +212,17 @@ class ScoresFunction(TorchFunction):
     @staticmethod
     def forward(ctx, q, k, mask, causal: bool, scale: float | None = None):
         q, k = _as_batch(q), _as_batch(k)
-        scores = scaled_scores(score_products(q, k))
+        scores = elementwise(score_products(q, k))  # scaled
         hidden = later_keys(scores) if causal else None
         ctx.save_for_backward(q, k, *(() if hidden is None else (hidden,)))
-        return scores if hidden is None else masked_scores(scores, hidden)
+        return scores if hidden is None else elementwise(scores, hidden)
 
     @staticmethod
     def backward(ctx, d_scores):
         q, k, *hidden = ctx.saved_tensors
         if hidden:
-            d_scores = masked_scores(d_scores, *hidden)
-        d_scores = scaled_scores(d_scores)
+            d_scores = elementwise(d_scores, *hidden)
+        d_scores = elementwise(d_scores)  # scaled
         return weighted_sums(d_scores, k), weighted_sums(d_scores, q, True), None, None, None
 
 
@@ -265,13 +235,13 @@ class SoftmaxFunction(TorchFunction):
 
     @staticmethod
     def forward(ctx, scores):
-        weights = softmax_of_scores(scores)
+        weights = elementwise(scores)
         ctx.save_for_backward(weights)
         return weights
 
     @staticmethod
     def backward(ctx, d_weights):
-        return softmax_gradient(d_weights, *ctx.saved_tensors)
+        return elementwise(d_weights, *ctx.saved_tensors)
 
 
 class MixedValuesFunction(TorchFunction):
@@ -287,7 +257,7 @@ class MixedValuesFunction(TorchFunction):
         ctx.save_for_backward(weights, v)
         out = weighted_sums(weights, v)
         if out.shape[2] > 1:  # makes the heads of a token contiguous
-            out = copied(out)
+            out = elementwise(out)
         return out.flatten(0, 1).flatten(1)
 
     @staticmethod

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
-from gpt4d.parallel.kernels import TorchFunction, block_rows, kernel, planned_kernel
+from gpt4d.parallel.kernels import TorchFunction, block_rows, elementwise, kernel, planned_kernel
 from gpt4d.parallel.layers import sharding
 from gpt4d.parallel.layers.float8 import Float8Matmul
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
@@ -333,17 +333,11 @@ def side_by_side(*parts):
     return parts[0].like((*parts[0].shape[:-1], sum(part.shape[-1] for part in parts)))
 
 
-@planned_kernel
-def copied(part):
-    """Return a copy of one concatenated tensor."""
-    return part.like()
-
-
 def _parts(concatenation, sizes: tuple[int, ...]):
     """Return the tensors of a concatenation: views if each tensor has one piece, else copies."""
     pieces = concatenation.shape[-1] // sum(sizes)
     views = tuple(concatenation.alias(shape=(*concatenation.shape[:-1], pieces * size)) for size in sizes)
-    return views if pieces == 1 else tuple(map(copied, views))
+    return views if pieces == 1 else tuple(map(elementwise, views))
 
 
 class ConcatenationFunction(TorchFunction):

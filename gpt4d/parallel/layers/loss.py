@@ -19,7 +19,7 @@ from gpt4d.parallel.comm.pending import MAX
 from gpt4d.parallel.compile import fused
 from gpt4d.parallel.context import Pass
 from gpt4d.parallel.engine.interleave import join
-from gpt4d.parallel.kernels import Function, TorchFunction, kernel, num_blocks, planned_kernel, wide_dtype
+from gpt4d.parallel.kernels import Function, TorchFunction, elementwise, kernel, num_blocks, planned_kernel, wide_dtype
 from gpt4d.parallel.layers.product import TOKENS, ProductContext, start_gather, start_scatter
 from gpt4d.parallel.lazy import torch
 
@@ -285,27 +285,9 @@ def cross_entropy_sum(
 
 
 @planned_kernel
-def errors_of(prediction, targets):
-    """Return ``prediction - targets`` in the dtype of the targets."""
-    return targets.like()
-
-
-@planned_kernel
-def squares_of(errors):
-    """Return the squared errors."""
-    return errors.like()
-
-
-@planned_kernel
 def sum_of(squares):
     """Return the sum of all elements, a scalar."""
     return squares.like(())
-
-
-@planned_kernel
-def multiple_of(errors):
-    """Return ``errors`` times a number."""
-    return errors.like()
 
 
 @planned_kernel(converts=True)
@@ -324,15 +306,15 @@ class SquaredErrorFunction(TorchFunction):
 
     @staticmethod
     def forward(ctx, prediction, targets):
-        errors = errors_of(prediction, targets)
+        errors = elementwise(targets, prediction)
         ctx.save_for_backward(errors)
         ctx.dtype = prediction.dtype
-        return sum_of(squares_of(errors))
+        return sum_of(elementwise(errors))
 
     @staticmethod
     def backward(ctx, d_loss):
         (errors,) = ctx.saved_tensors
-        return as_dtype(multiple_of(multiple_of(errors)), ctx.dtype), None
+        return as_dtype(elementwise(elementwise(errors)), ctx.dtype), None
 
 
 def squared_error(prediction: Any, targets: Any) -> Any:
