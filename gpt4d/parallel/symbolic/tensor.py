@@ -16,6 +16,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Protocol
 
 from gpt4d.parallel.kernels import Kernel, Symbolic
@@ -249,7 +250,7 @@ class TapeNode:
 
     @property
     def saved_tensors(self) -> list[SymbolicTensor]:
-        return [saved.tensor() if isinstance(saved, _Dropped) else saved for saved in self._saved]
+        return [saved() if isinstance(saved, partial) else saved for saved in self._saved]
 
     def set_materialize_grads(self, choice: bool) -> None:
         self._materializes = choice
@@ -327,15 +328,6 @@ class Accumulation(TapeNode):
         return ()
 
 
-@contextmanager
-def _recording(device: SymbolicDevice, choice: bool) -> Iterator[None]:
-    before, device.records = device.records, choice
-    try:
-        yield
-    finally:
-        device.records = before
-
-
 # ---------------------------------------------------------------------------------------------------- backward
 
 
@@ -351,7 +343,7 @@ def backward(results: Sequence[tuple[SymbolicTensor, SymbolicTensor]]) -> None:
     ready = [(-node.number, next(order), node) for node in buffers if not missing[node]]
     heapq.heapify(ready)
     del tensor, gradient
-    with _recording(ready[0][2].device, False):
+    with _changed(ready[0][2].device, records=False):
         while ready:
             node = heapq.heappop(ready)[2]
             _run(node, buffers)
@@ -408,16 +400,6 @@ class _Ended(Exception):
     """A recomputation has computed all that the backward needs."""
 
 
-class _Dropped:
-    """Stands for a saved tensor that is recomputed."""
-
-    def __init__(self, recomputation: _Recomputation, place: int):
-        self.recomputation, self.place = recomputation, place
-
-    def tensor(self) -> SymbolicTensor:
-        return self.recomputation.tensor(self.place)
-
-
 class _Recomputation:
     """A checkpointed call of a function: only its inputs are saved.
 
@@ -426,50 +408,42 @@ class _Recomputation:
 
     def __init__(self, device: SymbolicDevice, function: Callable, inputs: Sequence[Any], around: Callable):
         self.device, self.function, self.inputs, self.around = device, function, inputs, around
-        self.count = 0
-        self.found: dict[int, SymbolicTensor] = {}
-        self.recomputes = False
+        self.count = 0  # tensors that the forward has saved
+        self.found: dict[int, SymbolicTensor] | None = None  # saved tensors that are recomputed
 
-    def save(self, tensor: SymbolicTensor) -> Any:
-        place, self.count = self.count, self.count + 1
-        return _Dropped(self, place)
+    def save(self, tensor: SymbolicTensor) -> Callable[[], SymbolicTensor] | None:
+        """Save a tensor of the recomputation; in the forward, return a function that recomputes it."""
+        if self.found is None:
+            self.count += 1
+            return partial(self._tensor, self.count - 1)
+        self.found[len(self.found)] = tensor.detach()
+        if len(self.found) == self.count:
+            raise _Ended
+        return None
 
-    def tensor(self, place: int) -> SymbolicTensor:
+    def _tensor(self, place: int) -> SymbolicTensor:
         """Return and release the saved tensor number ``place``; recompute all saved tensors at the first call."""
-        if not self.recomputes:
-            self.recomputes = True
-            recorder = _RecomputationRecorder(self)
-            with _recording(self.device, True), _saving(self.device, recorder), self.around(), suppress(_Ended):
+        if self.found is None:
+            self.found = {}
+            with _changed(self.device, records=True, recomputation=self), self.around(), suppress(_Ended):
                 self.function(*self.inputs)
         return self.found.pop(place)
 
 
-class _RecomputationRecorder:
-    """Stores the saved tensors of a recomputation, up to the last tensor that the forward has saved."""
-
-    def __init__(self, recomputation: _Recomputation):
-        self.recomputation, self.count = recomputation, 0
-
-    def save(self, tensor: SymbolicTensor) -> Any:
-        self.recomputation.found[self.count] = tensor.detach()
-        self.count += 1
-        if self.count == self.recomputation.count:
-            raise _Ended
-        return None
-
-
 @contextmanager
-def _saving(device: SymbolicDevice, saver: Any) -> Iterator[None]:
-    before, device.recomputation = device.recomputation, saver
+def _changed(device: SymbolicDevice, **values: Any) -> Iterator[None]:
+    """Set attributes of a device inside the context."""
+    before = {name: getattr(device, name) for name in values}
+    vars(device).update(values)
     try:
         yield
     finally:
-        device.recomputation = before
+        vars(device).update(before)
 
 
 def checkpointed(device: SymbolicDevice, function: Callable, inputs: Sequence[Any], around: Callable) -> Any:
     """Call a function, save only its inputs, and recompute it in the backward within the context ``around()``."""
-    with _saving(device, _Recomputation(device, function, inputs, around)):
+    with _changed(device, recomputation=_Recomputation(device, function, inputs, around)):
         return function(*inputs)
 
 
