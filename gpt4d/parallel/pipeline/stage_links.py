@@ -186,15 +186,12 @@ class Exchange:
         """Names of other stages' weights that this stage has copies of."""
         return [tied.name for tied in self.copies if tied.holder == self._stage]
 
-    def send_gradient(self, name: str, gradient: torch.Tensor) -> ReshardingInFlight:
-        """Start to send the gradient of a copy, reduced over the batch axes, to the weight's owner."""
-        return self._start_gradient(name, gradient)
-
     def receive_gradients(self) -> dict[str, ReshardingInFlight]:
         """Start to receive the gradients of the copies of this stage's weights."""
-        return {name: self._start_gradient(name, None) for name in self.owned}
+        return {name: self.send_gradient(name, None) for name in self.owned}
 
-    def _start_gradient(self, name: str, gradient: torch.Tensor | None) -> ReshardingInFlight:
+    def send_gradient(self, name: str, gradient: torch.Tensor | None) -> ReshardingInFlight:
+        """Start to send the gradient of a copy, reduced over the batch axes, to its owner, which passes None."""
         transfer = self._gradients[name]
         return transfer.start(gradient, name=f"gradient of the copy of {name}, {transfer.link.axis.name}")
 

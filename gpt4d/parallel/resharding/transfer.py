@@ -122,12 +122,12 @@ class Resharding:
             if scattered and step.sending and step.task not in packed:
                 tile.view(step.shape).copy_(view)
                 packed.add(step.task)
-            self._wait_for_link(step.previous_sender)
+            _wait_all(start_messages([], self._token(step.previous_sender), self.link.axis))
             if tile.is_cpu:
                 self._exchange(step, tile, receives)
             else:
                 self._queue(step, tile)
-            self._pass_link(step.next_sender)
+            _wait_all(start_messages(self._token(step.next_sender), [], self.link.axis))
             if scattered and not step.sending:
                 view.copy_(tile.view(step.shape))
         if tensor is not local:
@@ -161,13 +161,9 @@ class Resharding:
         for round_ in step.rounds:
             _wait_all(self._start(round_.sends, round_.receives, tile))
 
-    def _wait_for_link(self, rank: int | None) -> None:
-        if rank is not None:
-            _wait_all(start_messages([], [(self._link_token, rank)], self.link.axis))
-
-    def _pass_link(self, rank: int | None) -> None:
-        if rank is not None:
-            _wait_all(start_messages([(self._link_token, rank)], [], self.link.axis))
+    def _token(self, rank: int | None) -> list[tuple[torch.Tensor, int]]:
+        """Return the message with which a sender passes a host's link to the next sender, to or from ``rank``."""
+        return [] if rank is None else [(self._link_token, rank)]
 
     def _start(
         self, sends: Iterable[PeerMessage], receives: Iterable[PeerMessage], tile: torch.Tensor
