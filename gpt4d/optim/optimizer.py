@@ -37,7 +37,8 @@ class Optimizer(torch.optim.Optimizer):
     ):
         named = dict(parameters)
         groups = []
-        for name, lr_factor in sorted({(p.spec.group, p.spec.lr_factor) for p in named.values()}, key=_sort_key):
+        kinds = {(p.spec.group, p.spec.lr_factor) for p in named.values()}
+        for name, lr_factor in sorted(kinds, key=lambda kind: (GROUPS.index(kind[0]), kind[1])):
             members = [(n, p) for n, p in named.items() if (p.spec.group, p.spec.lr_factor) == (name, lr_factor)]
             decay = getattr(config.weight_decays, name)
             by_muon = config.uses_muon and name == "matrices"
@@ -118,8 +119,3 @@ class Optimizer(torch.optim.Optimizer):
         if self.muon:
             group = next(group for group in self.param_groups if group["name"] == "matrices")
             self.muon.step(group["lr"], group["weight_decay"], skipped, divisor)
-
-
-def _sort_key(group: tuple[str, float]) -> tuple[int, float]:
-    """Return the key by which the groups are sorted."""
-    return GROUPS.index(group[0]), group[1]

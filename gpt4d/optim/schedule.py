@@ -8,18 +8,8 @@ from typing import Any
 from gpt4d.config import Config, ConfigError, OptimConfig, length_key
 
 # The keys that determine the shape of a schedule, but not its maximum.
-SCHEDULE_KEYS = tuple(
-    f"optim.{name}"
-    for name in (
-        "schedule",
-        "min_lr_ratio",
-        "warmup_steps",
-        "schedule_steps",
-        "decay_fraction",
-        "decay_shape",
-        "decay_from",
-    )
-)
+_NAMES = "schedule", "min_lr_ratio", "warmup_steps", "schedule_steps", "decay_fraction", "decay_shape", "decay_from"
+SCHEDULE_KEYS = tuple(f"optim.{name}" for name in _NAMES)
 # The share of a decay that remains after a fraction of its steps.
 _SHAPES = {
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
