@@ -226,13 +226,9 @@ class Description:
     @cached_property
     def contributions(self) -> Counter[str]:
         """Number of contributions of one microbatch to the gradient of each parameter: 2 for tied weights."""
-        counts = Counter(self.parameters.keys())
-        for unit in self.units:
-            if not unit.block:
-                counts.update(name for name in self.probe.weights(unit).forward if self.parameters[name].streamed)
-        streamed = {name for unit in self.units if not unit.block for name in self.probe.weights(unit).forward}
-        counts.subtract(streamed)
-        return counts
+        outside = [unit for unit in self.units if not unit.block]
+        uses = Counter(name for unit in outside for name in self.probe.weights(unit).forward)
+        return Counter({name: max(1, uses[name]) for name in self.parameters})
 
     def stage(self, parts: Iterable[tuple[int, int]]) -> Description:
         """Return the stage with some parts of this model, given as unit ranges (first, stop) with exclusive ``stop``.

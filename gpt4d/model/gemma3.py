@@ -159,11 +159,7 @@ def _layer_types(global_blocks: Sequence[bool]) -> list[str]:
 
 def read_settings(source: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return gpt4d's settings that are in no table. transformers has converted older names to ``rope_parameters``."""
-    types, everywhere, local = (
-        values["layer_types"],
-        values["rope_parameters"][GLOBAL],
-        values["rope_parameters"][LOCAL],
-    )
+    types, (everywhere, local) = values["layer_types"], (values["rope_parameters"][kind] for kind in (GLOBAL, LOCAL))
     for rope, kinds in ((everywhere, ("default", "linear")), (local, ("default",))):
         check_supported(source, rope, {"rope_type": kinds, "partial_rotary_factor": (1.0, None)})
     every = types.index(GLOBAL) + 1 if GLOBAL in types else len(types) + 1  # no block is global

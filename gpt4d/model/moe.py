@@ -80,16 +80,9 @@ class MixtureSpec(LayerSpec):
     def layers(self) -> dict[str, LayerSpec]:
         config = self.config
         scoring = Scoring(config.experts_per_token, config.router == "sigmoid", config.normalized_weights)
+        balance = config.balance, config.balance_rate, config.router_z_loss
         layers: dict[str, LayerSpec] = {
-            "router": RouterSpec(
-                config.hidden,
-                config.experts,
-                scoring,
-                config.layers,
-                config.balance,
-                config.balance_rate,
-                config.router_z_loss,
-            ),
+            "router": RouterSpec(config.hidden, config.experts, scoring, config.layers, *balance),
             "experts": ExpertsSpec(config.hidden, config.inner, config.experts, down_std=config.branch_std),
         }
         if config.shared_inner:

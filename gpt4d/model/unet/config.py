@@ -5,7 +5,6 @@ levels. A residual block changes the axis twice, a change of level once. So enco
 No torch here.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -117,35 +116,25 @@ def _tensor(config: UNetConfig, name: str, channels: int, level: int) -> Tensor:
 
 def blocks(config: UNetConfig) -> list[UNetBlock]:
     """Return the blocks of the encoder, the two middle blocks, and the blocks of the decoder."""
-    return list(_blocks(config))
-
-
-def _blocks(config: UNetConfig) -> Iterator[UNetBlock]:
-    levels = len(config.multipliers)
     widths = [config.channels * multiplier for multiplier in config.multipliers]
-    skips = [first_tensor(config)]
-    number, stream = 0, skips[0]
+    last, skips, found = len(widths) - 1, [first_tensor(config)], list[UNetBlock]()
 
-    def block(kind, level: int, channels: int, attention: bool = False, skip: Tensor | None = None) -> UNetBlock:
-        nonlocal number, stream
-        name = f"blocks.{number}"
-        result = UNetBlock(name, kind, stream, skip, _tensor(config, name, channels, level), attention)
-        number, stream = number + 1, result.output
-        return result
+    def add(kind, level: int, attention: bool = False, skip: Tensor | None = None, channels: int = 0) -> Tensor:
+        name, stream = f"blocks.{len(found)}", found[-1].output if found else skips[0]
+        output = _tensor(config, name, channels or widths[level], level)
+        found.append(UNetBlock(name, kind, stream, skip, output, attention))
+        return output
 
+    attended = [config.image_size >> level in config.attention_at for level in range(len(widths))]
     for level, width in enumerate(widths):
-        attention = config.image_size >> level in config.attention_at
-        for _ in range(config.blocks_per_level):
-            yield block("residual", level, width, attention)
-            skips.append(stream)
-        if level < levels - 1:
-            yield block("down", level + 1, width)
-            skips.append(stream)
-    for attention in (True, False):
-        yield block("residual", levels - 1, widths[-1], attention)
-    for level, width in reversed(list(enumerate(widths))):
-        attention = config.image_size >> level in config.attention_at
+        skips += [add("residual", level, attended[level]) for _ in range(config.blocks_per_level)]
+        if level < last:
+            skips.append(add("down", level + 1, channels=width))
+    add("residual", last, attention=True)
+    add("residual", last)
+    for level, width in reversed([*enumerate(widths)]):
         for _ in range(config.blocks_per_level + 1):
-            yield block("residual", level, width, attention, skips.pop())
+            add("residual", level, attended[level], skips.pop())
         if level:
-            yield block("up", level - 1, width)
+            add("up", level - 1, channels=width)
+    return found
