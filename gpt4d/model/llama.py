@@ -16,12 +16,13 @@ from gpt4d.model.description import Description
 from gpt4d.model.hugging_face import ModelTable, TextAdapter, check_sizes, check_supported, unsupported
 from gpt4d.model.parts import STREAM, residual_stream, units_of
 from gpt4d.model.text import TextModelSpec, TransformerConfig, text_family
-from gpt4d.parallel.layers.activations import GatedFunction, SwigluFunction
+from gpt4d.parallel.kernels import KernelFunction
+from gpt4d.parallel.layers.activations import SwigluFunction
 from gpt4d.parallel.layers.attention import AttentionSpec
 from gpt4d.parallel.layers.heads import KeyValueHeadsSpec, Rotary
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.linear import LinearSpec, separate
-from gpt4d.parallel.layers.norm import AllHeadsNormSpec, BranchNormSpec, HeadNormSpec, RMSNormSpec
+from gpt4d.parallel.layers.norm import BranchNormSpec, HeadNormSpec, RMSNormSpec
 from gpt4d.parallel.layers.product import recomputable
 from gpt4d.parallel.layers.sequence import TokenIndex
 
@@ -232,8 +233,9 @@ class LlamaAttentionSpec(LayerSpec):
             "output": LinearSpec(channels[0], h, transposed=True, bias=False, std=std, heads=parts),
         }
         if config.head_norms == "all":
-            layers["q_norm"] = AllHeadsNormSpec(channels[0], parts, config.norm_epsilon)
-            layers["k_norm"] = AllHeadsNormSpec(channels[1], parts, config.norm_epsilon)
+            layers["q_norm"], layers["k_norm"] = (
+                HeadNormSpec(size, parts, config.norm_epsilon, across_heads=True) for size in channels[:2]
+            )
         return layers
 
     async def forward(self, layer: BoundLayer, x_TH: Any, tokens: TokenIndex) -> Any:
@@ -256,7 +258,7 @@ class LlamaMLPSpec(LayerSpec):
     """A gated MLP, with SiLU unless a subclass has another ``activation``: [T, H] to [T, H]."""
 
     config: LlamaSizes
-    activation: ClassVar[type[GatedFunction]] = SwigluFunction
+    activation: ClassVar[type[KernelFunction]] = SwigluFunction
 
     def layers(self) -> dict[str, LayerSpec]:
         h, inner = self.config.hidden, self.config.inner

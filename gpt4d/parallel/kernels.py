@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from functools import update_wrapper
 from inspect import signature
-from typing import Any
+from typing import Any, ClassVar
 
 from gpt4d.parallel import compile
 from gpt4d.parallel.lazy import torch
@@ -145,6 +145,22 @@ class Function:
         if isinstance(args[0], Symbolic):
             return args[0].run_function(cls, args)
         return (_in_torch.get(cls) or _load(cls))(*args)
+
+
+class KernelFunction(Function):
+    """A kernel of tensors, whose gradients another kernel computes from ``d_out`` and these tensors."""
+
+    output: ClassVar[Kernel]
+    gradient: ClassVar[Kernel]
+
+    @classmethod
+    def forward(cls, ctx, *tensors):
+        ctx.save_for_backward(*tensors)
+        return cls.output(*tensors)
+
+    @classmethod
+    def backward(cls, ctx, d_out):
+        return cls.gradient(d_out, *ctx.saved_tensors)
 
 
 class TorchFunction(Function):

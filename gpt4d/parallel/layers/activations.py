@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from gpt4d.parallel import random
-from gpt4d.parallel.kernels import Function, Kernel, TorchFunction, elementwise, kernel
+from gpt4d.parallel.kernels import Function, KernelFunction, TorchFunction, elementwise, kernel
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.lazy import F, torch
 
@@ -91,29 +91,13 @@ class GeluFunction(Function):
         return gelu_gradients(d_out, *ctx.saved_tensors, ctx.bias)
 
 
-class GatedFunction(Function):
-    """An activation function of ``gate``, times ``up``. Only the input is saved."""
-
-    output: ClassVar[Kernel]
-    gradient: ClassVar[Kernel]
-
-    @classmethod
-    def forward(cls, ctx, gate_and_up):
-        ctx.save_for_backward(gate_and_up)
-        return cls.output(gate_and_up)
-
-    @classmethod
-    def backward(cls, ctx, d_out):
-        return cls.gradient(d_out, *ctx.saved_tensors)
-
-
-class SwigluFunction(GatedFunction):
+class SwigluFunction(KernelFunction):
     """``silu(gate) · up``."""
 
     output, gradient = swiglu, swiglu_gradient
 
 
-class GegluFunction(GatedFunction):
+class GegluFunction(KernelFunction):
     """``gelu(gate) · up``."""
 
     output, gradient = geglu, geglu_gradient

@@ -6,6 +6,7 @@ Shapes: B: sequences; S: positions; T: tokens of all sequences; h: this rank's h
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,7 +20,6 @@ from gpt4d.parallel.layers.context_attention import (
     GatheredKeys,
     RingKeys,
     SharedAttention,
-    SharedKeys,
     gathered_keys,
     segments_mask,
 )
@@ -326,7 +326,10 @@ class AttentionSpec(LayerSpec):
         if context is not None and not drops and tokens.cache is None:
             shared = (RingKeys if layer.context.context_ring else GatheredKeys)(context)
             masked = self.window is not None or documents is not None
-            steps = self._masked_steps(q, tokens, shared) if masked else shared.steps(q)
+            if masked:
+                steps = self._of_tokens(tokens, lambda: shared.masked_steps(q, documents, self.window))
+            else:
+                steps = shared.steps(q)
             calls = tokens.attention_calls if current.records and not current.recompute else None
             call = SharedAttention(shared, steps, self.scale, current.recompute, calls)
             return (await call.forward(q, k, v)).flatten(0, 1).flatten(1)
@@ -336,7 +339,7 @@ class AttentionSpec(LayerSpec):
         if tokens.cache is not None:
             (k, v), mask = tokens.cache.extend(layer, k, v), tokens.cache.mask
         if self.window is not None and self.window < k.shape[1]:
-            mask = self._window_mask(q, tokens, self.window)
+            mask = self._of_tokens(tokens, lambda: window_mask(q, documents, tokens.cache, self.window))
         if k.shape[2] != layer.heads and (drops or not groups_heads(q, mask)):
             times = layer.heads // k.shape[2]
             k, v = RepeatedHeadsFunction.apply(k, times), RepeatedHeadsFunction.apply(v, times)
@@ -353,14 +356,9 @@ class AttentionSpec(LayerSpec):
         """The masks of each microbatch's tokens, which all layers of this spec share."""
         return WeakKeyDictionary()
 
-    def _window_mask(self, q: Any, tokens: Any, window: int) -> Any:
+    def _of_tokens(self, tokens: Any, compute: Callable[[], Any]) -> Any:
         if tokens not in self._masks:
-            self._masks[tokens] = window_mask(q, tokens.documents, tokens.cache, window)
-        return self._masks[tokens]
-
-    def _masked_steps(self, q: Any, tokens: Any, shared: SharedKeys) -> Any:
-        if tokens not in self._masks:
-            self._masks[tokens] = shared.masked_steps(q, tokens.documents, self.window)
+            self._masks[tokens] = compute()
         return self._masks[tokens]
 
 

@@ -165,20 +165,9 @@ def as_stored(gradient, weight):
 
 def _gradient(d_out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, settings, which: int) -> torch.Tensor:
     """Return the gradient of ``x`` (``which=0``) or of ``weight`` (1); only its shape and strides are read."""
-    mask, no_dilation, no_output_padding = [which == 0, which == 1, False], (1, 1), (0, 0)
-    return torch.ops.aten.convolution_backward(
-        d_out.movedim(-1, 1),
-        x,
-        weight,
-        None,
-        settings.stride,
-        settings.padding,
-        no_dilation,
-        False,
-        no_output_padding,
-        1,
-        mask,
-    )[which]
+    mask, dilation, output_padding = [which == 0, which == 1, False], (1, 1), (0, 0)
+    sizes = settings.stride, settings.padding, dilation, False, output_padding
+    return torch.ops.aten.convolution_backward(d_out.movedim(-1, 1), x, weight, None, *sizes, 1, mask)[which]
 
 
 @dataclass(frozen=True)

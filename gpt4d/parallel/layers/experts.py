@@ -9,13 +9,15 @@ an expert; E: experts of this rank; H, N: its features of the residual stream an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from gpt4d.parallel.comm.pending import Pending
 from gpt4d.parallel.context import Pass
-from gpt4d.parallel.kernels import Function, Symbolic, kernel
+from gpt4d.parallel.kernels import Function, KernelFunction, Symbolic, kernel
 from gpt4d.parallel.layers.exchange import Exchanges, all_to_all, exchanged, summed, summed_gradient
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.linear import matmul, product
@@ -26,11 +28,7 @@ from gpt4d.parallel.lazy import F, torch
 
 
 def _flops(rows_RK, weight_EKN) -> int:
-    features, *columns = weight_EKN.shape[1:]
-    product = 2 * rows_RK.shape[0] * features
-    for extent in columns:
-        product *= extent
-    return product
+    return 2 * rows_RK.shape[0] * math.prod(weight_EKN.shape[1:])
 
 
 def _linear(x_RK, weight, rows_E) -> Any:
@@ -56,8 +54,12 @@ def _joined(parts):
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _matrices(weight):
-    return weight.flatten(2)
+def _products(rows, matrices, rows_E):
+    """Return the product of each row with its expert's matrix."""
+    if _grouped(rows):
+        return F.grouped_mm(rows, matrices, offs=_ends(rows_E))
+    parts = rows.split(rows_E.tolist())
+    return _joined([matmul(part, matrix) for part, matrix in zip(parts, matrices, strict=True)])
 
 
 @kernel(
@@ -74,12 +76,7 @@ def grouped_linear(x_RK, weight, rows_E):
         weight: [E, K, *N].
         rows_E: number of rows of each expert, int64.
     """
-    if _grouped(x_RK):
-        out = F.grouped_mm(x_RK, _matrices(weight), offs=_ends(rows_E))
-    else:
-        parts = x_RK.split(rows_E.tolist())
-        out = _joined([matmul(part, matrix) for part, matrix in zip(parts, _matrices(weight), strict=True)])
-    return out.view(len(x_RK), *weight.shape[2:])
+    return _products(x_RK, weight.flatten(2), rows_E).view(len(x_RK), *weight.shape[2:])
 
 
 @kernel(
@@ -91,11 +88,7 @@ def grouped_linear(x_RK, weight, rows_E):
 )
 def grouped_input_gradient(d_out_RN, weight, x_RK, rows_E):
     """Return the gradient of the input of ``grouped_linear``."""
-    d_rows, matrices = d_out_RN.flatten(1), _matrices(weight).transpose(1, 2)
-    if _grouped(d_rows):
-        return F.grouped_mm(d_rows, matrices, offs=_ends(rows_E))
-    parts = d_rows.split(rows_E.tolist())
-    return _joined([matmul(part, matrix) for part, matrix in zip(parts, matrices, strict=True)])
+    return _products(d_out_RN.flatten(1), weight.flatten(2).transpose(1, 2), rows_E)
 
 
 @kernel(
@@ -115,7 +108,7 @@ def grouped_weight_gradient(d_out_RN, x_RK, weight, added_to, rows_E):
     parts = zip(x_RK.split(rows_E.tolist()), d_rows.split(rows_E.tolist()), strict=True)
     if added_to is None:
         return _joined([product(x.t(), d, weight.dtype) for x, d in parts]).view(weight.shape)
-    for total, (x, d) in zip(_matrices(added_to), parts, strict=True):
+    for total, (x, d) in zip(added_to.flatten(2), parts, strict=True):
         product(x.t(), d, weight.dtype, total)
     return added_to
 
@@ -231,17 +224,10 @@ def weighted_swiglu_gradients(d_out, gate_and_up, weights):
     return torch.stack((d_gate, d_product * activated), -2), d_weights
 
 
-class WeightedSwigluFunction(Function):
-    """``weighted_swiglu``. Only the arguments are saved."""
+class WeightedSwigluFunction(KernelFunction):
+    """``silu(gate) · up · weight``."""
 
-    @staticmethod
-    def forward(ctx, gate_and_up, weights):
-        ctx.save_for_backward(gate_and_up, weights)
-        return weighted_swiglu(gate_and_up, weights)
-
-    @staticmethod
-    def backward(ctx, d_out):
-        return weighted_swiglu_gradients(d_out, *ctx.saved_tensors)
+    output, gradient = weighted_swiglu, weighted_swiglu_gradients
 
 
 class _Order(NamedTuple):
@@ -301,13 +287,10 @@ class ExpertsSpec(LayerSpec):
         splits = current.splits_tokens
         weights_TK, experts_TK = routing
         if x.size > 1:
+            arriving = start_gather(experts_TK, x, TOKENS) if splits else Pending(experts_TK)
             inputs = (x_TH, summed_gradient(x, splits)), (weights_TK, summed_gradient(x, splits))
-            if splits:
-                arriving = start_gather(experts_TK, x, TOKENS)
-                x_TH, weights_TK = await exchanged(*inputs)
-                experts_TK = arriving.wait()
-            else:
-                x_TH, weights_TK = await exchanged(*inputs)
+            x_TH, weights_TK = await exchanged(*inputs)
+            experts_TK = arriving.wait()
         each = experts_TK.shape[1]
         sent = _Order(*in_expert_order(experts_TK, self.experts))
         transfer = self._transfer(layer, sent) if ranks.size > 1 else None

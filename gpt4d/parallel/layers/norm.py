@@ -210,9 +210,8 @@ class LayerNormFunction(Function):
             added, statistics = mean_and_variance(x, branch)
             parts = axis.all_gather(statistics.unsqueeze(0), parameter=weight)
             mean, rstd = combined_statistics(parts, epsilon)
+            out = normalized(x if added is None else added, mean, rstd, weight, bias)
         stream = x if added is None else added
-        if axis.size > 1:
-            out = normalized(stream, mean, rstd, weight, bias)
         ctx.save_for_backward(stream, weight, bias, mean, rstd)
         ctx.axis, ctx.parameter, ctx.adds = axis, weight, branch is not None
         ctx.set_materialize_grads(False)
@@ -224,8 +223,7 @@ class LayerNormFunction(Function):
         if ctx.axis.size == 1:
             d_x, *d_parameters = layer_norm_gradients(d_out, d_stream, x, weight, bias, mean, rstd)
         else:
-            sums = sums_of_gradient(d_out, x, mean, rstd, weight)
-            sums = ctx.axis.all_reduce(sums, parameter=ctx.parameter)
+            sums = ctx.axis.all_reduce(sums_of_gradient(d_out, x, mean, rstd, weight), parameter=ctx.parameter)
             sums = mean_of(sums, x.shape[-1] * ctx.axis.size)
             d_x, *d_parameters = split_layer_norm_gradients(d_out, d_stream, x, mean, rstd, weight, sums)
         return d_x, d_x if ctx.adds else None, *d_parameters, None, None
@@ -254,9 +252,8 @@ class RMSNormFunction(Function):
         else:
             added, squares = sum_of_squares(x, branch)
             rstd = reciprocal_root(*_summed(squares, x, ctx), epsilon)
+            out = scaled(x if added is None else added, rstd, weight, zero_centered)
         stream = x if added is None else added
-        if ctx.axes:
-            out = scaled(stream, rstd, weight, zero_centered)
         ctx.save_for_backward(stream, weight, rstd)
         ctx.set_materialize_grads(False)
         return stream, out
@@ -370,32 +367,25 @@ class HeadNormSpec(LayerSpec):
     """RMSNorm of each head, ``[..., heads of this rank, size]`` → the same. All heads share the weight [size].
 
     Attributes:
-        size: features of a head.
+        size: features of a head; if ``across_heads``, of all heads.
         heads: number of parts that the heads can be split into.
         epsilon: added to the mean square.
         zero_centered: as for ``RMSNormSpec``.
+        across_heads: the norm is over the features of all heads, ``[..., features of this rank]`` → the same. The axes
+            that split the heads split the features.
     """
 
     size: int
     heads: int
     epsilon: float = 1e-5
     zero_centered: bool = False
+    across_heads: bool = False
 
     def parameters(self) -> dict[str, ParameterSpec]:
         mean = 0.0 if self.zero_centered else 1.0
         return {"weight": ParameterSpec((self.size,), Layout(()), mean=mean, head_parts=self.heads)}
 
     def forward(self, layer: BoundLayer, x: Any) -> Any:
-        return RMSNormFunction.apply(x, None, layer.weight, (), self.epsilon, self.zero_centered)[1]
-
-
-@dataclass(frozen=True)
-class AllHeadsNormSpec(HeadNormSpec):
-    """RMSNorm over the features of all heads, ``[..., features of this rank]`` → the same, with a weight [size].
-
-    ``size``: number of features of all heads, which the axes that split the heads split equally.
-    """
-
-    def forward(self, layer: BoundLayer, x: Any) -> Any:
-        axes = tuple(layer.context.grid[axis] for axis in layer.context.head_axes(self.heads))
+        names = layer.context.head_axes(self.heads) if self.across_heads else ()
+        axes = tuple(layer.context.grid[name] for name in names)
         return RMSNormFunction.apply(x, None, layer.weight, axes, self.epsilon, self.zero_centered)[1]

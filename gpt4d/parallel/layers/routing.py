@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from gpt4d.parallel.kernels import Function, kernel, wide_dtype
+from gpt4d.parallel.kernels import Function, KernelFunction, kernel, wide_dtype
 from gpt4d.parallel.layers.exchange import exchanged, summed
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.linear import matmul
@@ -153,17 +153,10 @@ def routing_statistics(logits_TE, experts_TK, unpadded_T, scoring: Scoring):
     return torch.cat((counts, *sums))
 
 
-class LogitsFunction(Function):
+class LogitsFunction(KernelFunction):
     """``router_logits`` of this rank's features."""
 
-    @staticmethod
-    def forward(ctx, x_TH, weight_HE):
-        ctx.save_for_backward(x_TH, weight_HE)
-        return router_logits(x_TH, weight_HE)
-
-    @staticmethod
-    def backward(ctx, d_logits_TE):
-        return router_gradients(d_logits_TE, *ctx.saved_tensors)
+    output, gradient = router_logits, router_gradients
 
 
 class ExpertWeightsFunction(Function):

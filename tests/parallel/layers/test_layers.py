@@ -23,7 +23,7 @@ from gpt4d.parallel.layers.group_norm import GroupNormSpec
 from gpt4d.parallel.layers.linear import LinearSpec, TiedHeadSpec, concatenate
 from gpt4d.parallel.layers.loss import cross_entropy_sum
 from gpt4d.parallel.layers.module import Layer
-from gpt4d.parallel.layers.norm import AllHeadsNormSpec, BranchNormSpec, LayerNormFunction, LayerNormSpec, RMSNormSpec
+from gpt4d.parallel.layers.norm import BranchNormSpec, HeadNormSpec, LayerNormFunction, LayerNormSpec, RMSNormSpec
 from gpt4d.parallel.layers.sequence import Documents, TokenIndex
 from gpt4d.parallel.layers.sharding import NORMAL, TRANSPOSED, Axes
 from gpt4d.parallel.layout import Layout
@@ -101,7 +101,7 @@ def test_a_norm_adds_a_branch_to_the_stream_before_or_behind_it_and_the_gradient
 
 
 def norm_of_all_heads(sizes, scatter):
-    layer = Layer(AllHeadsNormSpec(24, 12), weights := weights_on(sizes, scatter_heads=scatter))
+    layer = Layer(HeadNormSpec(24, 12, across_heads=True), weights := weights_on(sizes, scatter_heads=scatter))
     layout = Layout((), (), weights.context.head_axes(12))
 
     def plain(parameters, x):
