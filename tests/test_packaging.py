@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,12 @@ def test_packages_import_downward_only():
     for place, name in enumerate(order):
         imports = set().union(*map(imported_parts, parts[name])) & set(order)
         assert imports <= set(order[: place + 1]), f"gpt4d/{name} imports {imports - set(order[: place + 1])}"
+
+
+def test_class_names_are_unique():
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (REPOSITORY / "gpt4d").rglob("*.py")]
+    counts = Counter(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
+    assert not [name for name, count in counts.items() if count > 1]
 
 
 def test_pins_lie_inside_the_ranges_of_the_package_and_the_version_is_that_of_the_metadata():

@@ -43,7 +43,7 @@ class Row(NamedTuple):
     name: str | None = None
 
 
-class Trainer(NamedTuple):
+class OtherTrainer(NamedTuple):
     """Another trainer and its arguments. ``PROFILES`` has other settings of a plan that behaves like it.
 
     ``shards_weights``: its data parallelism shards weights, as z does; else only optimizer states.
@@ -71,7 +71,7 @@ _LLAMA = (
     "--swiglu --normalization=RMSNorm --disable-bias-linear --position-embedding-type=rope --hidden-dropout=0 "
     "--attention-dropout=0"
 )
-_MEGATRON = Trainer(
+_MEGATRON = OtherTrainer(
     "Megatron-LM",
     [
         Row("parallel.gx", "--tensor-model-parallel-size={}", "tp"),
@@ -118,7 +118,7 @@ _MEGATRON = Trainer(
 _DEGREE, _RESHARD = "--parallelism.{}_parallel_degree={{}}".format, "--parallelism.fsdp_reshard_after_forward="
 _SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved_1f1b": "Interleaved1F1B"}
 _SCHEDULES = {name: f"--parallelism.pipeline_parallel_schedule={theirs}" for name, theirs in _SCHEDULES.items()}
-_TORCHTITAN = Trainer(
+_TORCHTITAN = OtherTrainer(
     "torchtitan",
     [
         Row("model.name", {"llama3_8b": "--model.name=llama3 --model.flavor=8B"}),
