@@ -1,12 +1,13 @@
 """The identity of a run: which settings may change between its starts, and the record of its starts."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from gpt4d.config import ConfigError, effect_of
-from gpt4d.config.keys import check_allowed
+from gpt4d.config import ConfigError, Effect, ModelConfig, effect_of, setting
+from gpt4d.config.keys import check_allowed, model_schemas
 from gpt4d.runs import starts
 from tests.support.grids import full, metric_lines, train_in_rank
 from tests.support.rank_pool import RankFailure
@@ -16,6 +17,17 @@ from tests.support.run_files import events
 def test_a_key_without_an_effect_is_an_error():
     with pytest.raises(KeyError):
         effect_of("new_group.key")
+
+
+def test_a_key_of_several_model_families_has_one_effect(monkeypatch):
+    @dataclass
+    class Other(ModelConfig):
+        vocab_multiple: int = setting(1, "has another effect", effect=Effect.NONE)
+
+    assert effect_of("model.vocab_multiple") is Effect.ROUNDING
+    monkeypatch.setitem(model_schemas, "other", Other)
+    with pytest.raises(AssertionError, match=r"model\.vocab_multiple: model families state different effects"):
+        effect_of("model.vocab_multiple")
 
 
 @pytest.mark.parametrize("entry", ["optim.rate", "parallel.gx", "logging", "lr"])

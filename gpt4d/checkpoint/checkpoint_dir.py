@@ -204,12 +204,10 @@ class Checkpoint:
                 f"model={family.name}: the checkpoint {self.path} is of family {registry.of(stored).name}; use a model "
                 f"of that family or {remedy}"
             )
-        compared = [key for key in family.structure if not (other_positions and key in family.positions)]
-        for key in compared:
-            if getattr(stored, key) != getattr(model, key):
+        for key, (before, after) in family.changed_structure(stored, model).items():
+            if not (other_positions and key in family.positions):
                 raise ConfigError(
-                    f"model.{key}={getattr(model, key)}: the checkpoint {self.path} has {getattr(stored, key)}; use "
-                    f"that value or {remedy}"
+                    f"model.{key}={after}: the checkpoint {self.path} has {before}; use that value or {remedy}"
                 )
         if stored.lora not in (None, model.lora):
             targets = ",".join(stored.lora.targets)

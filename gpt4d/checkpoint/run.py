@@ -132,7 +132,9 @@ class RunCheckpoints:
         message = f"starting from the {'averaged ' if averaged else ''}weights of {checkpoint.path}"
         self.log.event("init", message, path=str(checkpoint.path), averaged=averaged)
         family, stored = registry.of(config.model), checkpoint.meta.model
-        for name, (before, after) in family.changed_positions(stored, config.model).items():
+        for name, (before, after) in family.changed_structure(
+            stored, config.model
+        ).items():  # positions: see check_fits
             message = f"model.{name}={after}: {before} in the training of the initial weights"
             self.log.event("change", message, step=0, key=f"model.{name}", before=before, after=after)
 

@@ -147,11 +147,16 @@ class Change(NamedTuple):
 
 
 def effect_of(key: str) -> Effect:
-    """Return the effect of a key, which its field or a field of its groups states. Raises KeyError if none does."""
-    effects = stated(key, "effect")
+    """Return the effect of a key, which its field or a field of its groups states. Raises KeyError if none does.
+
+    All model families with the key state one effect, because the recorded settings of a run do not name its family.
+    """
+    families = [each for each in model_schemas.values() if key.removeprefix("model.") in each.__dataclass_fields__]
+    effects = {effect for family in (families or (None,)) for effect in stated(key, "effect", family)[-1:]}
     if not effects:
         raise KeyError(key)
-    return effects[-1]
+    assert len(effects) == 1, f"{key}: model families state different effects"
+    return effects.pop()
 
 
 def recorded_settings(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -102,9 +102,9 @@ class Family:
         assert self.adapter, f"{self.name} has no adapter"
         return self.adapter
 
-    def changed_positions(self, before: ModelConfig, after: ModelConfig) -> dict[str, tuple[Any, Any]]:
-        """Return the settings in ``positions`` that differ between two models, by name, with both values."""
-        values = {key: (getattr(before, key), getattr(after, key)) for key in self.positions}
+    def changed_structure(self, before: ModelConfig, after: ModelConfig) -> dict[str, tuple[Any, Any]]:
+        """Return the settings in ``structure`` that differ between two models, by name, with both values."""
+        values = {key: (getattr(before, key), getattr(after, key)) for key in self.structure}
         return {key: pair for key, pair in values.items() if pair[0] != pair[1]}
 
     def units_per_sample(self, config: Config) -> int:
