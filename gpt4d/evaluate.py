@@ -20,6 +20,8 @@ from gpt4d.checkpoint.trained_model import inference_plan, trained_model
 from gpt4d.config import ConfigError, asks_for_help, from_arguments, setting
 from gpt4d.config.commands import one_line_errors
 from gpt4d.data import transformers_tokenizer
+from gpt4d.evaluation import images
+from gpt4d.evaluation.shared_model import SharedModel
 from gpt4d.evaluation.tasks import Tasks, check_names, result_values, results_table
 from gpt4d.plan import ParallelPlan
 from gpt4d.runs.logger import last_elapsed_s
@@ -95,8 +97,6 @@ def _evaluate_text(config: EvaluateConfig, checkpoint: Checkpoint, plan: Paralle
     if config.chat_template and not tokenizer.chat_template:
         raise ConfigError("chat_template=true: the checkpoint's tokenizer has no chat template; leave it out")
     with trained_model(checkpoint, plan, launch) as stage:
-        from gpt4d.evaluation.shared_model import SharedModel
-
         loaded: list[Tasks] = []  # on rank 0
         limits = config.limit, config.num_fewshot, config.chat_template, config.allow_code
         run_on_rank0(lambda: loaded.append(Tasks(names, *limits)), "loading the tasks")
@@ -111,8 +111,6 @@ def _evaluate_text(config: EvaluateConfig, checkpoint: Checkpoint, plan: Paralle
 
 
 def _evaluate_images(config: EvaluateConfig, checkpoint: Checkpoint, plan: ParallelPlan, launch: Launch) -> None:
-    from gpt4d.evaluation import images
-
     with trained_model(checkpoint, plan, launch) as stage:
         began, real = time.monotonic(), images.training_images(checkpoint)
         result = images.evaluate(stage, real, config.images, config.steps, config.seed, config.inception)

@@ -7,7 +7,7 @@ import torch
 
 from gpt4d.checkpoint import storage
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint
-from gpt4d.config import Config, ConfigError, ModelConfig, ParallelConfig, TrainConfig, check_pipeline
+from gpt4d.config import GRID_KEYS, Config, ConfigError, ModelConfig, ParallelConfig, TrainConfig, check_pipeline
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.stage import Stage
 from gpt4d.plan import ParallelPlan
@@ -52,9 +52,9 @@ def inference_plan(model: ModelConfig, settings: InferenceConfig, world_size: in
     """
     sizes = settings.sizes
     if sizes.devices * settings.stages != world_size:
-        given = "·".join(map(str, (*sizes, settings.stages)))
+        keys, given = ("·".join(map(str, each)) for each in ((*GRID_KEYS, "stages"), (*sizes, settings.stages)))
         raise ConfigError(
-            f"gx·gy·gz·gdata·stages={given}: not a plan for {world_size} process(es); choose sizes with that product, "
+            f"{keys}={given}: not a plan for {world_size} process(es); choose sizes with that product, "
             "or start as many with torchrun --nproc-per-node"
         )
     parallel = ParallelConfig(cache_layers=0).on_grid(sizes)

@@ -14,7 +14,16 @@ from gpt4d.config.conditions import has_experts
 from gpt4d.config.fields import LARGEST, check_at_least, check_limits, command_text, divisors, shortened, value_of
 from gpt4d.config.keys import check_allowed, known_keys, stated
 from gpt4d.config.length import batch_sizes, ramp_text
-from gpt4d.config.schema import HELD_OUT, ClusterConfig, Config, GridSizes, MuonConfig, ParallelConfig, TrainConfig
+from gpt4d.config.schema import (
+    HELD_OUT,
+    MESH_KEYS,
+    ClusterConfig,
+    Config,
+    GridSizes,
+    MuonConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from gpt4d.runtime.errors import ConfigError
 
 FLOAT8_MULTIPLE = 16  # divides the rows, columns and contracted elements of a float8 product on a GPU
@@ -37,10 +46,9 @@ def grid_problem(
     for rule in rules:
         parts = math.prod(getattr(sizes, axis) for axis in rule.axes)
         if rule.extent % parts:
-            axes = "·".join(f"g{axis}" for axis in rule.axes)
             remedy = f" ({rule.remedy})" if rule.remedy else ""
             return (
-                f"parallel.{axes}={parts}: does not divide {rule.quantity}={rule.extent}; "
+                f"{sizes.product(*rule.axes)}: does not divide {rule.quantity}={rule.extent}; "
                 f"use one of {shortened(divisors(rule.extent))}{remedy}"
             )
     if problem := _context_problem(train, parallel, sizes):
@@ -108,7 +116,7 @@ def chunk_problem(train: TrainConfig, parallel: ParallelConfig, sizes: GridSizes
         if train.micro_batch_size is None:
             key, count = "train.batch_size", count * sizes.sample_shards(parallel.context)
         return (
-            f"parallel.sequence_parallel=true: parallel.gx={sizes.x} does not divide the {tokens} tokens of a chunk; "
+            f"parallel.sequence_parallel=true: {sizes.product('x')} does not divide the {tokens} tokens of a chunk; "
             f"use a multiple of {sizes.x} for train.seq_len, a multiple of {count} for {key}, or "
             "parallel.sequence_parallel=false"
         )
@@ -285,7 +293,7 @@ def _check_cuda_graphs(config: Config) -> None:
 
 
 def _check_mode(parallel: ParallelConfig) -> None:
-    for key, name in (("gx", "d1"), ("gy", "d2")):
+    for key, name in MESH_KEYS.items():
         if parallel.mode == "atp" and (size := getattr(parallel, key)) != 1:
             raise ConfigError(
                 f"parallel.{key}={size}: its name in parallel.mode=atp is {name}; use parallel.{name}={size}"

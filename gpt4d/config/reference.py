@@ -7,12 +7,12 @@ from textwrap import fill
 
 from gpt4d.config.composing import CONFIG_DIR, choices, compose, format_for_hydra
 from gpt4d.config.keys import Setting, groups, meant_key, settings, unknown_key
-from gpt4d.config.schema import Config
+from gpt4d.config.schema import GRID_KEYS, Config
 
 # Settings that most users change first.
 FIRST = (
-    "model", "data", "train.steps", "train.batch_size", "train.micro_batch_size", "optim.lr", "parallel.gx",
-    "parallel.gy", "parallel.gz", "parallel.gdata", "parallel.mode", "checkpoint.every", "run.dir",
+    "model", "data", "train.steps", "train.batch_size", "train.micro_batch_size", "optim.lr",
+    *(f"parallel.{key}" for key in (*GRID_KEYS, "mode")), "checkpoint.every", "run.dir",
 )  # fmt: skip
 _HELP = """usage: python train.py [KEY=VALUE …] [--dry-run] [--cfg job] [-m]
 

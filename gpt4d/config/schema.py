@@ -4,6 +4,7 @@ The YAML files under ``configs/`` set values of these fields; Hydra merges them 
 does not import torch, so that mistakes are reported immediately.
 """
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -29,6 +30,8 @@ HELD_OUT = "held_out"  # name of the validation set of the documents or images t
 SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "eager_1f1b_w", "interleaved_1f1b", "zb_h1")
 RANK_ORDERS = ("xy", "yx")
 GRID_KEYS = ("gx", "gy", "gz", "gdata")  # in the order of GridSizes
+MESH_KEYS = {"gx": "d1", "gy": "d2"}  # names of sizes in parallel.mode=atp
+MESH_TEXT = " and ".join(f"{key} is {name}" for key, name in MESH_KEYS.items())
 _MODES = ("4d", "atp", "auto")
 _SCOPES = ("microbatch", "step")
 _PRECISIONS = ("auto", "fp32", "bf16", "fp8")
@@ -199,7 +202,7 @@ class ParallelConfig:
 
     def on_grid(self, sizes: "GridSizes", **changes: Any) -> "ParallelConfig":
         """Return the settings with these sizes of the axes and other ``changes``."""
-        return replace(self, **{f"g{axis}": size for axis, size in sizes._asdict().items()}, **changes)
+        return replace(self, **(changes | dict[str, Any](zip(GRID_KEYS, sizes, strict=True))))
 
 
 @dataclass
@@ -548,6 +551,16 @@ class GridSizes(NamedTuple):
     def sample_shards(self, context: int) -> int:
         """Return the number of parts of the samples if ``context`` consecutive parts of the batch share samples."""
         return self.batch_shards // context
+
+    def product(self, *axes: str) -> str:
+        """Return the product of the sizes of some axes as a setting: parallel.gx·gz=8."""
+        keys = "·".join(f"g{axis}" for axis in axes)
+        return f"parallel.{keys}={math.prod(getattr(self, axis) for axis in axes)}"
+
+    @property
+    def overrides(self) -> list[str]:
+        """The settings of a grid of these sizes."""
+        return [f"parallel.{key}={size}" for key, size in zip(GRID_KEYS, self, strict=True)]
 
     def __str__(self) -> str:
         return "x".join(map(str, self))

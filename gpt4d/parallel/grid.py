@@ -16,7 +16,8 @@ BATCH_AXES = ("data", "z")  # the axes that split the batch, outermost first
 class Grid:
     """The grid of a stage, seen from this rank: one ``Axis`` each for x, y, z and data.
 
-    ``rank = ranks[((d·gz + z)·gy + y)·gx + x]``, where ``ranks`` are the stage's ranks in the job, in order.
+    ``rank = ranks[((d·Z + z)·Y + y)·X + x]``, where X, Y and Z are sizes and ``ranks`` the stage's ranks in the job, in
+    order.
 
     The axis ``context`` contains the ranks that share samples and split their tokens: ``context`` ranks with
     consecutive shards of the batch and the same indices on x and y.
