@@ -23,12 +23,10 @@ from gpt4d.config.machine import gpu_model
 from gpt4d.config.trainer_profiles import PROFILES, TrainerProfile
 from gpt4d.data.completion import complete
 from gpt4d.model import registry
-from gpt4d.planner.estimate import Plan
-from gpt4d.planner.fitting import fit
 from gpt4d.planner.published import FEWEST, LONGEST
 from gpt4d.planner.resolve import resolve
 from gpt4d.planner.search import rank
-from gpt4d.planner.topology import for_devices
+from gpt4d.planner.stages import PlanEstimate
 
 ROWS = str(Path(__file__).with_name("published.json"))
 _PRECISIONS = {"fp16": "bf16", "bf16": "bf16", "fp8": "fp8", "float8": "fp8", "mxfp8": "fp8"}
@@ -78,7 +76,7 @@ def read_rows(path: str) -> list[dict]:
         raise ConfigError(f"rows={path}: not a file of published runs ({error}); use one like {ROWS}") from None
 
 
-def planned(row: dict) -> Plan:
+def planned(row: dict) -> PlanEstimate:
     """Return the plan of a row's run with its trainer on its machine. Raises NotPlanned with a reason."""
     name, cluster = trainer_of(row), machine_of(row)
     if name is None or cluster is None:
@@ -104,13 +102,13 @@ def planned(row: dict) -> Plan:
     return min(fitting, key=lambda plan: plan.step_time_s) if fitting else min(plans, key=lambda p: p.memory_gib)
 
 
-def _plan(row: dict, config: Config) -> Plan:
+def _plan(row: dict, config: Config) -> PlanEstimate:
     devices = row["gpus"]
     if config.parallel.mode == "auto":
         ranking = rank(replace(config, parallel=replace(config.parallel, mode="4d")), devices, top=1)
         ranking.check(config, devices)
         return ranking.plans[0]
-    return fit(resolve(config, devices), for_devices(config.cluster, devices)).plan
+    return resolve(config, devices)
 
 
 def _model(row: dict) -> list[str]:
@@ -194,15 +192,16 @@ def _largest_z(row: dict, devices: int) -> int:
     return max(size for size in divisors(devices) if all(limit % size == 0 for limit in limits))
 
 
-def summary(row: dict, plan: Plan) -> dict[str, Any]:
+def summary(row: dict, plan: PlanEstimate) -> dict[str, Any]:
     """Return the parts of a row's plan that the results state."""
     trainer = PROFILES[trainer_of(row) or "gpt4d"]
-    logits = plan.micro_batch * row["model"]["seq"] / plan.context * (row["model"].get("vocab") or 0) / plan.sizes.x
+    length, vocabulary = row["model"]["seq"], row["model"].get("vocab") or 0
+    logits = plan.micro_batch * length / plan.config.parallel.context * vocabulary / plan.sizes.x
     return {
         "grid": plan.grid,
         "micro_batch": plan.micro_batch,
-        "compute_s": plan.compute_s,
-        "exposed_s": plan.exposed_s,
+        "compute_s": plan.slowest.compute_s,
+        "exposed_s": plan.slowest.exposed_s,
         "idle_s": plan.idle_s,
         "memory_gib": plan.memory_gib + trainer.logit_bytes * logits / 2**30,
     }

@@ -14,8 +14,9 @@ from gpt4d.model.llama import LlamaConfig
 from gpt4d.model.unet.config import UNetConfig
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.stage import Stage
-from gpt4d.plan import ParallelPlan, one_stage
+from gpt4d.plan import one_stage
 from gpt4d.planner.resolve import resolve
+from gpt4d.planner.stages import PlanEstimate
 from gpt4d.step import build_stage
 
 OPTIM = OptimConfig()  # used with a constant learning rate and gradient clipping
@@ -138,7 +139,7 @@ class StagesConfig(DeviceConfig):
     def batch(self) -> int:
         return self.samples * self.microbatches
 
-    def plan(self, schedule: str) -> ParallelPlan:
+    def plan(self, schedule: str) -> PlanEstimate:
         """Return our plan. Raises ConfigError if the stages do not fit the ranks or the model."""
         sizes = parse_sizes(self.grid)
         chunks = self.chunks_per_stage if schedule == "interleaved_1f1b" else 1

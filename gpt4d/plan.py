@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from gpt4d.config import Config, GridSizes
+from gpt4d.config.pipeline import num_microbatches
 from gpt4d.model import registry
 from gpt4d.model.description import Description
 from gpt4d.parallel.pipeline import schedule
@@ -21,9 +23,6 @@ class ParallelPlan:
         description: the full model, padded for the grids of all stages.
         stages: the pipeline's stages, first to last.
         microbatches: microbatches of a step on each device.
-        crossing: names of the tensors on each edge of the pipeline, by the virtual stages that produce and use them.
-        costs: estimated seconds of a microbatch on each virtual stage and edge, by which the stages' programs are
-            chosen; None for a single stage.
         candidates: one line for each plan that was considered, best first; empty if the grid was given.
     """
 
@@ -31,9 +30,29 @@ class ParallelPlan:
     description: Description
     stages: tuple[StagePlan, ...]
     microbatches: int
-    crossing: Mapping[tuple[int, int], tuple[str, ...]]
-    costs: Costs | None
     candidates: tuple[str, ...] = ()
+
+    @property
+    def costs(self) -> Costs | None:
+        """Seconds of a microbatch on each virtual stage and edge, by which the stages' programs are chosen.
+
+        A plan of several stages is an estimate, which has them (gpt4d.planner.stages.PlanEstimate).
+        """
+        return None
+
+    @property
+    def grids(self) -> tuple[GridSizes, ...]:
+        return tuple(stage.sizes for stage in self.stages)
+
+    @property
+    def sizes(self) -> GridSizes:
+        """The grid of the first stage, which reads the data."""
+        return self.stages[0].sizes
+
+    @property
+    def devices(self) -> int:
+        """Number of devices of all stages."""
+        return sum(stage.sizes.devices for stage in self.stages)
 
     def stage_of(self, rank: int) -> StagePlan:
         """Return the plan of the stage that has ``rank``."""
@@ -41,12 +60,18 @@ class ParallelPlan:
 
     @property
     def virtual_stages(self) -> int:
-        return sum(len(stage.parts) for stage in self.stages)
+        return len(self.virtual_parts)
 
-    @property
-    def sizes(self) -> GridSizes:
-        """The grid of the first stage, which reads the data."""
-        return self.stages[0].sizes
+    @cached_property
+    def virtual_parts(self) -> list[tuple[StagePlan, tuple[int, int]]]:
+        """The stage and the part of the model of each virtual stage."""
+        chunks = range(len(self.stages[0].parts))
+        return [(stage, stage.parts[chunk]) for chunk in chunks for stage in self.stages]
+
+    @cached_property
+    def crossing(self) -> Mapping[tuple[int, int], tuple[str, ...]]:
+        """Names of the tensors on each edge of the pipeline, by the virtual stages that produce and use them."""
+        return self.description.crossing([part for _, part in self.virtual_parts])
 
     def microbatches_of(self, batch_size: int) -> int:
         """Return the number of microbatches of a batch of ``train.batch_ramp``.
@@ -85,5 +110,4 @@ def one_stage(config: Config, sizes: GridSizes = GridSizes()) -> ParallelPlan:  
     """Return the plan of a configuration with a complete grid on one stage."""
     description = registry.describe_run(config)
     stages = consecutive_stages([sizes], [((0, len(description.units)),)], config.parallel.rank_order)
-    share = max(1, config.train.batch_size // sizes.sample_shards(config.parallel.context))
-    return ParallelPlan(config, description, stages, share // (config.train.micro_batch_size or share), {}, None)
+    return ParallelPlan(config, description, stages, num_microbatches(config.train, config.parallel, (sizes,)))

@@ -4,14 +4,14 @@ from gpt4d.config import Config, check_pipeline, check_run, check_unused, check_
 from gpt4d.evaluation.tasks import check_names, named_as_in_training
 from gpt4d.model import registry
 from gpt4d.optim.schedule import check_schedule
-from gpt4d.plan import ParallelPlan
 from gpt4d.planner.fitting import check_memory
 from gpt4d.planner.resolve import resolve
+from gpt4d.planner.stages import PlanEstimate
 from gpt4d.task import registry as tasks
 from gpt4d.trackers.run_trackers import check_trackers
 
 
-def validate(config: Config, world_size: int) -> ParallelPlan:
+def validate(config: Config, world_size: int) -> PlanEstimate:
     """Return the plan on which this configuration trains on ``world_size`` devices.
 
     Raises ConfigError naming the key, its value and the remedy.

@@ -26,7 +26,8 @@ from benchmarks.settings import DeviceConfig, grid_name, plain_rates
 from benchmarks.workloads import gpt_workload
 from gpt4d.config import Config, ConfigError, GridSizes, ParallelConfig, TrainConfig
 from gpt4d.planner import atp
-from gpt4d.planner.estimate import Estimate, Plan
+from gpt4d.planner.options import levels
+from gpt4d.planner.stages import PlanEstimate
 
 PACKAGES = ("torch",)
 _NUM_CUT = 2  # meshes that also run with chunks
@@ -73,7 +74,7 @@ def parse_cases(text: str, mbit: float) -> list[Case]:
     return cases
 
 
-def predict(config: DeviceConfig, mesh: atp.AtpMesh, chunks: int) -> Plan:
+def predict(config: DeviceConfig, mesh: atp.AtpMesh, chunks: int) -> PlanEstimate:
     """Return the planner's prediction for a mesh in the faster order of ranks."""
     model, batch, _ = gpt_workload(config)
     settings = Config(
@@ -83,17 +84,17 @@ def predict(config: DeviceConfig, mesh: atp.AtpMesh, chunks: int) -> Plan:
         cluster=plain_rates(config),
     )
     orders = ["xy", "yx"] if 1 not in mesh else ["xy"]
-    parallels = [replace(settings.parallel, rank_order=order, chunks=chunks) for order in orders]
-    plans = [Estimate(replace(settings, parallel=each), GridSizes(*mesh)).plan(batch) for each in parallels]
-    return min(plans, key=lambda plan: plan.step_time_s)
+    level = levels(settings)[0]
+    steps = [level.choosing(rank_order=order, chunks=chunks).step((GridSizes(*mesh),), 1) for order in orders]
+    return min(steps, key=lambda step: step.step_time_s)
 
 
 def with_share(config: Settings, case: Case) -> Settings:
     """Return the settings of a case, with the rate of devices that gives its share of computation."""
     config = replace(config, hosts=case.hosts, ranks=case.ranks, mbit=case.mbit)
     plan = predict(config, atp.AtpMesh(case.hosts * case.ranks, 1), chunks=1)
-    compute_s = case.share / (1 - case.share) * (plan.step_time_s - plan.compute_s)
-    return replace(config, flops=config.flops * plan.compute_s / compute_s)
+    compute_s = case.share / (1 - case.share) * (plan.step_time_s - plan.slowest.compute_s)
+    return replace(config, flops=config.flops * plan.slowest.compute_s / compute_s)
 
 
 def compare(meshes: Sequence[str], first: str | None, seconds: dict[str, float], predicted: dict[str, float]) -> dict:
@@ -129,9 +130,7 @@ def run_case(config: Settings, case: Case) -> dict:
     plans = {(1, mesh): predict(config, mesh, chunks=1) for mesh in meshes}
     cut = {(config.chunks, mesh): predict(config, mesh, config.chunks) for mesh in meshes}
     plans |= dict(sorted(cut.items(), key=lambda item: item[1].step_time_s)[:_NUM_CUT])
-    names = {
-        key: grid_name(plan.sizes, {k: v for k, v in plan.choice.items() if v != 1}) for key, plan in plans.items()
-    }
+    names = {key: grid_name(plan.sizes, plan.choice) for key, plan in plans.items()}
     plain = [key for key in names if key[0] == 1]
     waiting = names[min(plain, key=lambda key: plans[key].step_time_s)] + "/waiting-sums"
     with EmulatedCluster(config) as cluster:

@@ -92,7 +92,7 @@ def planned_seconds(settings: ContextConfig, name: str) -> float:
         parallel=ParallelConfig(cache_layers="all", pipeline=PipelineConfig(stages=1), **parallel),
         cluster=plain_rates(settings),
     )
-    return Estimate(config, sizes).plan(1).step_time_s
+    return Estimate(config, sizes).step(1).step_time_s
 
 
 def specs(settings: ContextConfig, exchanges: Sequence[str], **changes: object) -> list[WorkerSpec]:

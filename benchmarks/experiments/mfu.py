@@ -76,7 +76,7 @@ def device_row(case: Case, variant: str, cluster: str) -> dict[str, Any]:
     """Return the planner's prediction of a step."""
     config = complete(compose([*case.overrides, *VARIANTS[variant], f"cluster={cluster}"]))
     description = registry.describe_run(config)
-    plan = Estimate(config, case.sizes, description).plan(config.train.batch_size)
+    plan = Estimate(config, case.sizes, description).step(config.train.batch_size)
     waits = sum(used["exposed_s"] for used in plan.comm.values())
     flops = description.training_flops(config.train.batch_size, config.train.seq_len) / case.sizes.devices
     assert config.cluster.peak_tflops

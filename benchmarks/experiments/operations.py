@@ -43,7 +43,7 @@ def planned(config: Config, compiled: bool) -> float:
     train, cluster = replace(config.train, compile=compiled), replace(config.cluster, operation_us=0)
     config = replace(config, train=train, cluster=cluster)
     estimate = Estimate(config, GridSizes(), registry.describe_run(config))
-    return estimate.plan(train.micro_batch_size or train.batch_size).step_time_s
+    return estimate.step(train.micro_batch_size or train.batch_size).step_time_s
 
 
 def run(settings: Settings) -> Iterator[dict]:

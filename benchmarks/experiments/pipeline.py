@@ -32,7 +32,6 @@ from gpt4d.parallel.pipeline.schedule import Action
 from gpt4d.parallel.pipeline.simulation import Costs, Edge, Timeline, orders_of, simulate
 from gpt4d.parallel.resharding.mesh import StageMesh
 from gpt4d.plan import ParallelPlan
-from gpt4d.planner.stages import PipelineEstimate
 
 PACKAGES = ("torch", "megatron-core")
 _BYTES = 4  # float32
@@ -191,7 +190,7 @@ def predict(config: StagesConfig, name: str, actions_s: Mapping[str, float]) -> 
 
 def planned(config: StagesConfig, schedule: str) -> float:
     """Return the planner's seconds of a step, from the rates of links and devices alone."""
-    return PipelineEstimate.of(config.plan(schedule)).step_time_s
+    return config.plan(schedule).step_time_s
 
 
 def add_predictions(config: StagesConfig, rows: Iterable[dict]) -> None:

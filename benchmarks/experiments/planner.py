@@ -36,8 +36,8 @@ from gpt4d.config import (
     read_cluster,
 )
 from gpt4d.model import registry
-from gpt4d.planner.estimate import Plan
 from gpt4d.planner.search import rank
+from gpt4d.planner.stages import PlanEstimate
 
 PACKAGES = ("torch",)
 _GRIDS_PER_GROUP = 5  # a worker group holds a model and process groups for each of its grids
@@ -55,7 +55,7 @@ class Settings(DeviceConfig):
     out: str = "benchmarks/results/planner"
 
 
-def rank_grids(path: Path, config: DeviceConfig) -> dict[str, list[Plan]]:
+def rank_grids(path: Path, config: DeviceConfig) -> dict[str, list[PlanEstimate]]:
     """Return each cost model's plans, best first, for the training of ``peers`` on the cluster in the file ``path``."""
     model, batch, _ = gpt_workload(config)
     training = Config(
@@ -66,14 +66,14 @@ def rank_grids(path: Path, config: DeviceConfig) -> dict[str, list[Plan]]:
     )
     plans, description = rank(training, config.hosts * config.ranks).plans, registry.describe(model)
 
-    def by_paper(aware: bool) -> list[Plan]:
+    def by_paper(aware: bool) -> list[PlanEstimate]:
         times = {p.sizes: paper_models.communication(training, description, p.sizes, aware) for p in plans}
         return sorted(plans, key=lambda plan: sum(times[plan.sizes].values()))
 
     return {"ours": plans, "aware": by_paper(True), "agnostic": by_paper(False)}
 
 
-def plan_name(plan: Plan) -> str:
+def plan_name(plan: PlanEstimate) -> str:
     """Return a plan's grid and settings as ``benchmarks.settings.parse_grids`` reads them."""
     return grid_name(plan.sizes, plan.choice)
 
@@ -94,7 +94,7 @@ def measure_grids(cluster: EmulatedCluster, names: Sequence[str], config: Device
     return interleave(cluster, specs, config.repeats, config.warm_up)
 
 
-def compare_order(plans: list[Plan], seconds: dict[str, float]) -> dict:
+def compare_order(plans: list[PlanEstimate], seconds: dict[str, float]) -> dict:
     """Return measures of how well the order of ``plans`` predicts the measured ``seconds`` of each grid."""
     order = [str(plan.sizes) for plan in plans]
     fastest = sorted(seconds, key=seconds.__getitem__)

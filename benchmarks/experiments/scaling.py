@@ -17,8 +17,9 @@ from typing import Any
 from gpt4d.config import Config, GridSizes, compose
 from gpt4d.data.completion import complete
 from gpt4d.model import registry
-from gpt4d.planner.estimate import Estimate, Plan
+from gpt4d.planner.options import levels
 from gpt4d.planner.search import rank
+from gpt4d.planner.stages import PlanEstimate
 
 PACKAGES = ()
 _MACHINES = ("perlmutter", "frontier")
@@ -42,25 +43,25 @@ def configuration(model: str, cluster: str) -> Config:
     return complete(compose([*overrides, f"train.activation_checkpointing={checkpointing}"]))
 
 
-def best_plan(config: Config, devices: int) -> Plan:
+def best_plan(config: Config, devices: int) -> PlanEstimate:
     ranking = rank(config, devices, top=1)
     ranking.check(config, devices)
     return ranking.plans[0]
 
 
-def zero_plan(config: Config, devices: int) -> Plan:
+def zero_plan(config: Config, devices: int) -> PlanEstimate:
     """Return ZeRO-3 in our terms: z alone, and data with sharded states where the model limits z."""
     limits = [rule.extent for rule in registry.describe(config.model).rules if "z" in rule.axes]
     z = max(size for size in _divisors(devices) if all(limit % size == 0 for limit in limits))
     sharded = replace(config, optim=replace(config.optim, shard_states=z < devices))
-    return Estimate(sharded, GridSizes(1, 1, z, devices // z)).plan(_BATCH // devices)
+    return levels(sharded)[0].step((GridSizes(1, 1, z, devices // z),), 1)
 
 
 def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def row(model: str, devices: int, cluster: str, plan: Plan) -> dict:
+def row(model: str, devices: int, cluster: str, plan: PlanEstimate) -> dict:
     return {
         "model": model,
         "devices": devices,
@@ -68,9 +69,9 @@ def row(model: str, devices: int, cluster: str, plan: Plan) -> dict:
         "grid": plan.grid,
         "micro_batch_size": plan.micro_batch,
         "step_time_s": plan.step_time_s,
-        "compute_s": plan.compute_s,
-        "communication_s": sum(used["time_s"] for used in plan.comm.values()),
-        "exposed_s": {axis: used["exposed_s"] for axis, used in plan.comm.items()},
+        "compute_s": plan.slowest.compute_s,
+        "communication_s": sum(used["time_s"] for used in plan.slowest.comm.values()),
+        "exposed_s": {axis: used["exposed_s"] for axis, used in plan.slowest.comm.items()},
         "memory_gib": plan.memory_gib,
         "hfu": plan.hfu,
         "mfu": plan.mfu,

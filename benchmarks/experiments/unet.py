@@ -40,7 +40,7 @@ def predicted_s(settings: DeviceConfig, name: str) -> float:
     parallel = ParallelConfig(cache_layers="all", pipeline=PipelineConfig(stages=1), **choice)
     train = TrainConfig(seq_len=1, batch_size=UNET.batch)
     config = Config(model=UNET.model, train=train, parallel=parallel, cluster=plain_rates(settings))
-    return Estimate(config, sizes).plan(UNET.batch // sizes.batch_shards).step_time_s
+    return Estimate(config, sizes).step(UNET.batch // sizes.batch_shards).step_time_s
 
 
 def run(settings: Settings) -> Iterator[dict]:

@@ -156,6 +156,11 @@ def command_text(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def as_overrides(settings: Mapping[str, Any]) -> list[str]:
+    """Return settings as arguments of a command line."""
+    return [f"{key}={command_text(value)}" for key, value in settings.items()]
+
+
 def flattened(values: Mapping[str, Any], separator: str, prefix: str = "") -> dict[str, Any]:
     """Return the values of nested dictionaries by their joined keys: ``{"a.b": 1}`` for ``{"a": {"b": 1}}``."""
     flat: dict[str, Any] = {}

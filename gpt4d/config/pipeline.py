@@ -1,13 +1,14 @@
 """Checks of ``parallel.pipeline`` that need no model: stages, their grids and the parts of the batch."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from gpt4d.config.checks import share_multiple, split_samples
 from gpt4d.config.fields import divisors, shortened
 from gpt4d.config.length import batch_sizes, ramp_text
-from gpt4d.config.schema import Config, GridSizes, ParallelConfig, TrainConfig
+from gpt4d.config.schema import GRID_KEYS, MESH_TEXT, Config, GridSizes, ParallelConfig, TrainConfig
 from gpt4d.runtime.errors import ConfigError
 
 SPLIT_BACKWARDS = ("eager_1f1b_w", "zb_h1")  # schedules that separate gradients of inputs from gradients of weights
@@ -28,7 +29,7 @@ def check_pipeline(config: Config) -> None:
     if parallel.mode == "atp":
         raise ConfigError(
             f"parallel.pipeline.stages={pipeline.stages}: parallel.mode=atp has one stage; use parallel.mode=4d, where "
-            "gx is d1 and gy is d2"
+            + MESH_TEXT
         )
     schedule = pipeline.schedule or DEFAULT_SCHEDULE
     if pipeline.chunks_per_stage > 1 and schedule != "interleaved_1f1b":
@@ -46,6 +47,22 @@ def with_stages(config: Config, stages: int) -> Config:
     return replace(config, parallel=replace(config.parallel, pipeline=pipeline))
 
 
+def on_grids(config: Config, grids: Sequence[GridSizes], microbatches: int) -> Config:
+    """Return the configuration of a step on stages with these grids, which ``stage_sizes`` returns for it."""
+    config, equal = with_stages(config, len(grids)), len({*grids}) == 1
+    parallel, train = replace(config.parallel, mode="4d"), config.train
+    if equal:
+        parallel = parallel.on_grid(grids[0])
+    if len(grids) > 1:
+        different = None if equal else [str(sizes) for sizes in grids]
+        pipeline = replace(parallel.pipeline, microbatches=microbatches, stage_grids=different)
+        parallel = replace(parallel, pipeline=pipeline)
+    else:
+        shards = grids[0].sample_shards(parallel.context)
+        train = replace(train, micro_batch_size=train.batch_size // microbatches // shards)
+    return replace(config, parallel=parallel, train=train)
+
+
 def stage_sizes(parallel: ParallelConfig, world_size: int) -> tuple[GridSizes, ...]:
     """Return the grid of each stage. Raises ConfigError unless the grids have ``world_size`` devices in total."""
     pipeline = parallel.pipeline
@@ -60,7 +77,7 @@ def stage_sizes(parallel: ParallelConfig, world_size: int) -> tuple[GridSizes, .
     grids = tuple(map(GridSizes.parse, items(pipeline.stage_grids)))
     setting = f"parallel.pipeline.stage_grids=[{','.join(items(pipeline.stage_grids))}]"
     if None in grids:
-        raise ConfigError(f"{setting}: not a list of grids gx·gy·gz·gdata; use [2x2x1x2,4x1x1x2], for example")
+        raise ConfigError(f"{setting}: not a list of grids {'·'.join(GRID_KEYS)}; use [2x2x1x2,4x1x1x2], for example")
     known = tuple(grid for grid in grids if grid)
     if len(known) != stages:
         raise ConfigError(f"{setting}: {len(known)} grid(s) for parallel.pipeline.stages={stages}; give one for each")
@@ -76,10 +93,10 @@ def stage_sizes(parallel: ParallelConfig, world_size: int) -> tuple[GridSizes, .
 def _grid_sizes(parallel: ParallelConfig, world_size: int) -> GridSizes:
     """Return the sizes of the four axes, gdata filled in. Raises ConfigError unless their product is ``world_size``."""
     sizes = parallel.sizes._replace(data=1)
-    tensor = sizes.devices
-    setting = f"parallel.gx·gy·gz={sizes.x}·{sizes.y}·{sizes.z}={tensor}"
+    tensor, keys = sizes.devices, "·".join(GRID_KEYS[:3])
+    setting = f"parallel.{keys}={'·'.join(map(str, sizes[:3]))}={tensor}"
     if world_size == 1 < tensor:
-        words = " ".join(f"parallel.g{axis}={size}" for axis, size in sizes._asdict().items() if size > 1)
+        words = " ".join(word for word in sizes.overrides if not word.endswith("=1"))
         raise ConfigError(
             f"{setting}: does not divide the 1 process(es) of this job; start more of them: "
             f"torchrun --nproc-per-node {tensor} train.py {words}"
@@ -87,7 +104,7 @@ def _grid_sizes(parallel: ParallelConfig, world_size: int) -> GridSizes:
     if world_size % tensor:
         raise ConfigError(
             f"{setting}: does not divide the {world_size} process(es) of this job; "
-            f"start a multiple of {tensor}, or choose gx·gy·gz among {shortened(divisors(world_size))}"
+            f"start a multiple of {tensor}, or choose {keys} among {shortened(divisors(world_size))}"
         )
     if parallel.gdata not in (None, world_size // tensor):
         raise ConfigError(
@@ -102,11 +119,14 @@ def items(value: Any) -> list[str]:
     return [str(item).strip() for item in (value if isinstance(value, list) else str(value).split(","))]
 
 
-def pipeline_microbatches(train: TrainConfig, parallel: ParallelConfig, stages: tuple[GridSizes, ...]) -> int:
+def num_microbatches(train: TrainConfig, parallel: ParallelConfig, stages: tuple[GridSizes, ...]) -> int:
     """Return the number of microbatches of the global batch. Every stage splits each microbatch over its own grid.
 
     Raises ConfigError if the number does not divide the batch, or if a stage cannot split the microbatches.
     """
+    if len(stages) == 1:
+        share = max(1, train.batch_size // stages[0].sample_shards(parallel.context))
+        return share // (train.micro_batch_size or share)
     if parallel.context > 1 and len({sizes.batch_shards for sizes in stages}) > 1:
         shards = ", ".join(str(sizes.batch_shards) for sizes in stages)
         raise ConfigError(
@@ -124,7 +144,7 @@ def pipeline_microbatches(train: TrainConfig, parallel: ParallelConfig, stages: 
             reasons.append(f"cuts each share into parallel.chunks={parallel.chunks}")
         if parallel.sequence_parallel:
             over = ", ".join(str(sizes.x) for sizes in stages)
-            reasons.append(f"splits the tokens over its gx ({over}) for parallel.sequence_parallel")
+            reasons.append(f"splits the tokens over its {GRID_KEYS[0]} ({over}) for parallel.sequence_parallel")
         if parallel.pipeline.schedule == "interleaved_1f1b":
             reasons.append(f"interleaved_1f1b takes a multiple of {len(stages)} microbatches")
             multiple *= len(stages)

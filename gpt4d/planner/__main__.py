@@ -20,7 +20,12 @@ GPUs.
 """
 
 import difflib
+import gc
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -44,21 +49,21 @@ from gpt4d.config.keys import groups
 from gpt4d.data.completion import complete
 from gpt4d.model import registry
 from gpt4d.planner import atp, largest, tables, trainers
-from gpt4d.planner.candidates import check_machine, fewest_devices
+from gpt4d.planner.candidates import MAX_DEVICES, check_machine, fewest_devices
 from gpt4d.planner.duration import batch_text
-from gpt4d.planner.estimate import Plan
-from gpt4d.planner.fitting import fit
+from gpt4d.planner.fitting import Fit
 from gpt4d.planner.launching import merged
 from gpt4d.planner.options import open_keys
-from gpt4d.planner.progress import long_search
 from gpt4d.planner.resolve import resolve
 from gpt4d.planner.search import check_open, rank
+from gpt4d.planner.stages import PlanEstimate
 from gpt4d.planner.topology import for_devices, usable_gib
 from gpt4d.runtime.launchers import LARGEST_DEVICES
 from gpt4d.runtime.writing import required_file
 
-_MAX_DEVICES = 4096  # upper limit of the search for the minimum number of devices
 _OTHER_NAMES = "gpus", "devices", "num_gpus", "n_gpus", "ngpus"  # of world_size
+_SILENT_S = 1.0  # time after which a terminal shows progress, and interval of its updates
+_THRESHOLD = 1_000_000  # objects between two collections of garbage; recordings are many objects without cycles
 
 
 @dataclass
@@ -94,6 +99,29 @@ def main(arguments: list[str]) -> None:
     with long_search():
         answer = _answer(query, overrides)
     print(answer)
+
+
+@contextmanager
+def long_search() -> Iterator[None]:
+    """Show on a terminal for how long the planner has been working, if that is longer than a second."""
+    ended, started, thresholds = threading.Event(), time.monotonic(), gc.get_threshold()
+
+    def show() -> None:
+        while not ended.wait(_SILENT_S):
+            print(f"\rplanning for {time.monotonic() - started:.0f} s", end="", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=show, daemon=True)
+    if sys.stderr.isatty():
+        thread.start()
+    gc.set_threshold(_THRESHOLD)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        ended.set()
+        if thread.ident:
+            thread.join()
+            print("\r\033[K", end="", file=sys.stderr, flush=True)  # clear the line
 
 
 def _answer(query: PlannerQuery, overrides: list[str]) -> str:
@@ -170,10 +198,10 @@ def _machine(config: Config) -> str:
 
 
 def _fewest(config: Config, keys: list[str]) -> str:
-    fewest = fewest_devices(config, _MAX_DEVICES, keys)
+    fewest = fewest_devices(config, MAX_DEVICES, keys)
     if fewest is None:
         raise ConfigError(
-            f"model={config.model.name}: cannot be trained on {config.cluster.name} with up to {_MAX_DEVICES} devices; "
+            f"model={config.model.name}: cannot be trained on {config.cluster.name} with up to {MAX_DEVICES} devices; "
             "pass world_size=N for the reason"
         )
     return (
@@ -211,15 +239,14 @@ def _one_grid(config: Config, query: PlannerQuery, overrides: list[str]) -> str:
             f"{devices} device(s); use world_size={devices}, or leave it out"
         )
     check_machine(config.cluster, devices)
-    config = replace(config, parallel=config.parallel.on_grid(sizes, mode="4d"))
-    answer = fit(resolve(config, devices), config.cluster)
-    plan = replace(answer.plan, options={}, choice={})
+    plan = resolve(replace(config, parallel=config.parallel.on_grid(sizes, mode="4d")), devices)
+    answer = Fit(plan, config.cluster)
     changes = [] if answer.fits else answer.changes()
     if query.format == "json":
-        return tables.as_json([plan], answer.config, overrides, query.price)
+        return tables.as_json([plan], plan.config, overrides, query.price)
     if query.format in trainers.TRAINERS and answer.fits:
         return _arguments(query.format, plan, overrides)
-    usable, needed = usable_gib(answer.config.cluster), plan.memory_gib
+    usable, needed = usable_gib(plan.config.cluster), plan.memory_gib
     verdict = "fits" if answer.fits else "does not fit"
     if usable < needed and answer.fits:
         verdict = f"fits only without cluster.margin={config.cluster.margin:g}"
@@ -234,11 +261,11 @@ def _one_grid(config: Config, query: PlannerQuery, overrides: list[str]) -> str:
         lines.append(f"the fewest devices that suffice are {smallest.devices}, with {' '.join(smallest.overrides)}")
     lines.append(tables.rates_line(config.cluster, devices))
     if answer.fits:
-        lines.append(tables.runs([plan], answer.config, overrides, query.price))
+        lines.append(tables.runs([plan], plan.config, overrides, query.price))
     return "\n".join(lines)
 
 
-def _arguments(trainer: str, plan: Plan, overrides: list[str]) -> str:
+def _arguments(trainer: str, plan: PlanEstimate, overrides: list[str]) -> str:
     """Return the arguments of another trainer for a plan that ``overrides`` ask for."""
     return trainers.arguments(trainer, complete(compose(merged(overrides, plan.overrides))))
 

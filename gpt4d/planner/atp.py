@@ -101,37 +101,44 @@ def communication(
 
 @dataclass
 class MeshPlan:
-    """A mesh and its predicted step; as in the paper, all communication is exposed."""
+    """A mesh and its predicted step; as in the paper, all communication is exposed.
+
+    Attributes:
+        mesh: the mesh.
+        settings: the configuration on its grid: x and y are the mesh, z and data its replicas. Its ``rank_order`` is yx
+            in the paper, xy by default in gpt4d.
+        compute_s: seconds of computation.
+        comm: bytes sent, time_s and exposed_s by dimension (d1, d2).
+        problem: why the model cannot be split like this, or does not fit; None if it can.
+        micro_batch: maximum microbatch of a device, if it is chosen and less than the device's share of the batch.
+        memory_gib: memory of a device; None if the model cannot be split like this.
+    """
 
     mesh: AtpMesh
-    sizes: GridSizes  # sizes of the grid: x and y are the mesh, z and data its replicas
-    rank_order: str  # yx in the paper, xy by default in gpt4d
+    settings: Config
     compute_s: float
-    comm: dict[str, dict[str, float]]  # by dimension (d1, d2): bytes sent, time_s, exposed_s
-    problem: str | None  # why the model cannot be split like this, or does not fit
-    micro_batch: int | None  # maximum microbatch of a device
-    memory_gib: float | None  # per device; None if the model cannot be split like this
+    comm: dict[str, dict[str, float]]
+    problem: str | None
+    micro_batch: int | None
+    memory_gib: float | None
 
     @property
     def t_comm_s(self) -> float:
         return sum(dimension["time_s"] for dimension in self.comm.values())
 
     @property
+    def rank_order(self) -> str | None:
+        return self.settings.parallel.rank_order
+
+    @property
     def overrides(self) -> list[str]:
-        mesh = [f"parallel.d1={self.mesh.d1}", f"parallel.d2={self.mesh.d2}", f"parallel.rank_order={self.rank_order}"]
-        return [
-            "parallel.mode=atp",
-            *mesh,
-            *([f"train.micro_batch_size={self.micro_batch}"] if self.micro_batch else []),
-        ]
+        settings = {"mode": "atp", "d1": self.mesh.d1, "d2": self.mesh.d2, "rank_order": self.rank_order}
+        micro_batch = [f"train.micro_batch_size={self.micro_batch}"] if self.micro_batch else []
+        return [*(f"parallel.{key}={value}" for key, value in settings.items()), *micro_batch]
 
     def __str__(self) -> str:
-        mesh = f"DeviceMesh({self.mesh.d1}, {self.mesh.d2})"
-        return (
-            mesh
-            if 1 in self.mesh
-            else f"{mesh} with consecutive ranks along {'d1' if self.rank_order == 'xy' else 'd2'}"
-        )
+        consecutive = f" with consecutive ranks along {'d1' if self.rank_order == 'xy' else 'd2'}"
+        return f"DeviceMesh({self.mesh.d1}, {self.mesh.d2}){'' if 1 in self.mesh else consecutive}"
 
 
 def rank(config: Config, world_size: int) -> list[MeshPlan]:
@@ -187,10 +194,8 @@ def _plan(level: Level, mesh: AtpMesh, world_size: int) -> MeshPlan:
     parallel, train, cluster, element = config.parallel, config.train, config.cluster, compute_bytes(config)
     copies = world_size // (mesh.d1 * mesh.d2)
     sizes = GridSizes(*mesh, parallel.gz, copies // parallel.gz)
-    samples, length = (
-        train.batch_size // max(1, sizes.sample_shards(parallel.context)),
-        train.seq_len // parallel.context,
-    )
+    samples = train.batch_size // max(1, sizes.sample_shards(parallel.context))
+    length = train.seq_len // parallel.context
     measured = str(mesh) in (cluster.atp_gb_s or {})
     orders = (parallel.rank_order,) if parallel.rank_order else ("yx",) if measured or 1 in mesh else ("yx", "xy")
     rank_order, times = min(
@@ -208,20 +213,21 @@ def _plan(level: Level, mesh: AtpMesh, world_size: int) -> MeshPlan:
         step = fewest_microbatches(level, (sizes,))
         possible = [step] if step else [level.step((sizes,), number) for number in microbatch_numbers(level, (sizes,))]
         memory = min(step.needed_gib(math.inf) for step in possible)
-        if step:
-            micro_batch = step.micro_batch(step.stages[0])
-        else:
+        if step and step.micro_batch != samples and train.micro_batch_size is None:
+            micro_batch = step.micro_batch
+            train = replace(train, micro_batch_size=micro_batch)
+        elif not step:
             problem = f"it needs {memory:.1f} GiB of a device's {total_gib(cluster):.4g} GiB"
+    parallel = parallel.on_grid(sizes, mode="4d", d1=None, d2=None, rank_order=rank_order)
     return MeshPlan(
         mesh=mesh,
-        sizes=sizes,
-        rank_order=rank_order,
+        settings=replace(config, parallel=parallel, train=train),
         compute_s=flops / (product_tflops(config) * 1e12),
         comm={
             name: {"bytes": nbytes, "time_s": seconds, "exposed_s": seconds}
             for name, nbytes, seconds in zip(("d1", "d2"), sent, times, strict=True)
         },
         problem=problem,
-        micro_batch=micro_batch if micro_batch != samples and train.micro_batch_size is None else None,
+        micro_batch=micro_batch,
         memory_gib=memory,
     )

@@ -18,9 +18,10 @@ from gpt4d.config import (
     value_of,
     with_stages,
 )
-from gpt4d.planner.estimate import GIB, Plan, as_overrides
+from gpt4d.config.fields import as_overrides
+from gpt4d.planner.estimate import GIB
 from gpt4d.planner.options import KEYS, Level, levels
-from gpt4d.planner.stages import Known, PipelineEstimate
+from gpt4d.planner.stages import PlanEstimate
 from gpt4d.planner.topology import for_devices, reserved_gib, total_gib, usable_gib
 from gpt4d.planner.workload import (
     compute_bytes,
@@ -31,6 +32,7 @@ from gpt4d.planner.workload import (
     training_state,
 )
 
+MAX_DEVICES = 4096  # upper limit of the search for the minimum number of devices
 LEAST_GAIN = 0.01  # minimum gain of a setting that needs memory, as a share of the step time
 MICROBATCHES = (1, 4, 16)  # candidates of a pipeline, per stage
 _MAX_MEASURED = 300  # maximum number of candidates whose minimum memory is estimated exactly
@@ -53,7 +55,7 @@ class Least:
 class Ranking:
     """Plans, best first, and the reasons why other grids are missing."""
 
-    plans: list[Plan] = field(default_factory=list)
+    plans: list[PlanEstimate] = field(default_factory=list)
     fitting: int = 0  # number of candidates that fit; ``plans`` are the best of them
     impossible: int = 0  # number of grids that the model or the batch cannot be split over
     problem: str | None = None  # why the first impossible candidate is impossible
@@ -65,13 +67,12 @@ class Ranking:
     def least(self) -> Least:
         """Return the minimum over the grids that do not fit. It is a lower bound if there are too many grids."""
         for _ in range(_MAX_MEASURED):
-            sizes, needed = min(self.too_large.items(), key=lambda item: item[1])
+            sizes = min(self.too_large, key=self.too_large.__getitem__)
             if sizes not in self.exact:
                 break
             self.too_large[sizes] = self.exact.pop(sizes)()
-        else:
-            sizes, needed = min(self.too_large.items(), key=lambda item: item[1])
-        return Least(needed, sizes, sizes not in self.exact)
+        sizes = min(self.too_large, key=self.too_large.__getitem__)
+        return Least(self.too_large[sizes], sizes, sizes not in self.exact)
 
     def check(self, config: Config, devices: int) -> None:
         """Raise ConfigError, with remedies, if there is no plan."""
@@ -128,7 +129,7 @@ def fewest_devices(config: Config, limit: int, keys: Sequence[str] = ()) -> int 
 
 def fewest_microbatches(
     level: Level, stages: tuple[GridSizes, ...], numbers: Sequence[int] | None = None
-) -> PipelineEstimate | None:
+) -> PlanEstimate | None:
     """Return the step of a single stage with the fewest microbatches that fits; None if no number fits.
 
     ``numbers``: the possible numbers of microbatches, ascending; None: all.
@@ -241,7 +242,7 @@ class Search:
         self.ranking.too_large[sizes] = needed
         self.ranking.exact[sizes] = partial(self.least_gib, candidate.stages, candidate.contexts[-1], math.inf)
 
-    def smallest(self, stages: tuple[GridSizes, ...], context: int) -> list[PipelineEstimate]:
+    def smallest(self, stages: tuple[GridSizes, ...], context: int) -> list[PlanEstimate]:
         """Return the steps among which one needs the minimum memory."""
         level = self.choices[-1].choosing(context=context)
         variants, numbers = _variants(level, stages), microbatch_numbers(level, stages)
@@ -262,13 +263,13 @@ class Search:
             for candidate in self.candidates()
         )
 
-    def fits(self, step: PipelineEstimate) -> bool:
+    def fits(self, step: PlanEstimate) -> bool:
         """Return whether a step fits in the memory of the devices."""
         return step.needed_gib(self.memory_gib) <= self.memory_gib
 
     # ---------------------------------------------------------------------------------------- the fastest step
 
-    def steps(self, candidate: Candidate) -> list[PipelineEstimate]:
+    def steps(self, candidate: Candidate) -> list[PlanEstimate]:
         """Return the steps of a candidate that fit and may be the fastest, fewest options first.
 
         They have the fewest ranks that share samples with which a step fits. If none fits, the list is empty.
@@ -283,7 +284,7 @@ class Search:
         self._reject(candidate, needed)
         return []
 
-    def fastest(self, stages: tuple[GridSizes, ...], context: int) -> list[PipelineEstimate]:
+    def fastest(self, stages: tuple[GridSizes, ...], context: int) -> list[PlanEstimate]:
         """Return the step with the fewest options that fits, and the fastest step if it is another one.
 
         Options are useful because they allow fewer microbatches. So a level is skipped if it cannot be faster even with
@@ -313,7 +314,7 @@ class Search:
 
     def fastest_number(
         self, level: Level, stages: tuple[GridSizes, ...], numbers: Sequence[int], limit_s: float = math.inf
-    ) -> PipelineEstimate | None:
+    ) -> PlanEstimate | None:
         """Return the fastest step of a level that fits, with one of these numbers of microbatches, ascending.
 
         A step of a single stage is fastest with the fewest. Tokens are split if they allow fewer. A pipeline has a
@@ -329,7 +330,7 @@ class Search:
                 best = self.faster((variant.step(stages, number) for number in reversed(numbers)), limit_s) or best
         return best
 
-    def faster(self, steps: Iterable[PipelineEstimate], limit_s: float) -> PipelineEstimate | None:
+    def faster(self, steps: Iterable[PlanEstimate], limit_s: float) -> PlanEstimate | None:
         """Return the fastest step that fits and takes less than ``limit_s``; None without one."""
         fastest = None
         for step in steps:
@@ -338,9 +339,9 @@ class Search:
                 fastest, limit_s = step, step.quick_s
         return fastest
 
-    def level_of(self, added: Plan | Known) -> Level:
-        """Return the level with the options and choices that the planner has added to a plan or an estimate."""
-        return self.choices[0].with_options(added.options).choosing(**added.choice)
+    def level_of(self, plan: PlanEstimate) -> Level:
+        """Return the level with the options and choices that the planner has added to a plan."""
+        return self.choices[0].with_options(plan.options).choosing(**plan.choice)
 
 
 def _variants(level: Level, stages: tuple[GridSizes, ...]) -> list[Level]:

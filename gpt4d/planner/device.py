@@ -15,11 +15,10 @@ from gpt4d.config import ClusterConfig, GridSizes
 from gpt4d.config.trainer_profiles import PROFILES
 from gpt4d.parallel.comm.pending import num_pieces
 from gpt4d.parallel.symbolic.costs import Computation
-from gpt4d.planner.topology import ALL_TO_ALL, RankSpan, Speed, exchange_speed, message_speed, spans, speed
+from gpt4d.planner.topology import ALL_TO_ALL, SHIFT, RankSpan, spans, speed
 
 AXES = (*GridSizes._fields, "context", "batch", "world", "stage")
 KINDS = "all_reduce", "all_gather", "reduce_scatter"  # in rings
-SHIFT = "shift"  # a message of each rank to the next rank of its group
 _SCORE_BYTES = 2
 _WITHOUT_RECOMPUTED_SCORES = 6 / 7  # FLOPs of attention that does not recompute its scores in the backward
 _SHORT = 0.1  # share of a channel's busy time: a shorter collective of another axis shares the channel
@@ -64,17 +63,10 @@ class Links:
     ):
         by_axis = spans(sizes, rank_order, world, context) | {"stage": RankSpan(1, sizes.devices)}
         self.sizes = {axis: span.size for axis, span in by_axis.items()}
-        self.speeds: dict[tuple[str, str], Speed] = {
-            (kind, axis): speed(cluster, kind, span) for axis, span in by_axis.items() for kind in KINDS
-        }
-        exposed = 1 - PROFILES[cluster.trainer].overlapped_tensor
-        self.speeds |= {
-            key: speed._replace(s_per_byte=exposed * speed.s_per_byte)
-            for key, speed in self.speeds.items()
-            if key[1] == "x"
-        }
-        self.speeds |= {(SHIFT, axis): message_speed(cluster, span) for axis, span in by_axis.items()}
-        self.speeds |= {(ALL_TO_ALL, axis): exchange_speed(cluster, span) for axis, span in by_axis.items()}
+        kinds, exposed = (*KINDS, SHIFT, ALL_TO_ALL), 1 - PROFILES[cluster.trainer].overlapped_tensor
+        self.speeds = {(kind, axis): speed(cluster, kind, span) for axis, span in by_axis.items() for kind in kinds}
+        for key in [(kind, "x") for kind in KINDS]:
+            self.speeds[key] = self.speeds[key]._replace(s_per_byte=exposed * self.speeds[key].s_per_byte)
         self.costs: dict[tuple[str, str, float, float], CollectiveCost] = {}  # cache
 
     def cost(self, kind: str, axis: str, nbytes: float, received: float = 0.0) -> CollectiveCost:

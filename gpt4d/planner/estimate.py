@@ -2,13 +2,11 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection
 from functools import cached_property
-from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from gpt4d.config import Config, GridSizes, PipelineConfig
+from gpt4d.config import Config, GridSizes
 from gpt4d.model import registry
 from gpt4d.model.description import Description
 from gpt4d.model.parts import Unit
@@ -16,7 +14,7 @@ from gpt4d.parallel.symbolic.stage import MASTER_BYTES
 from gpt4d.planner.device import AXES, Links
 from gpt4d.planner.step import StepWalk
 from gpt4d.planner.topology import reserved_gib
-from gpt4d.planner.workload import compute_bytes, gathered_bytes, splits_backwards, training_state, utilization
+from gpt4d.planner.workload import compute_bytes, gathered_bytes, splits_backwards, training_state
 
 GIB = 2**30
 MAX_WALKED = 64  # maximum number of simulated blocks, over all microbatches; longer steps are extrapolated
@@ -24,58 +22,20 @@ _DOUBT = 1.2  # a prediction from a grid that differs in z and data only is too 
 BLOCKS_PER_KIND = 4  # simulated blocks; each additional block costs as much as the last simulated one
 
 
-@dataclass
-class Plan:
-    """A grid, and time, bytes and memory of a step on it for each device."""
+class StepCost(NamedTuple):
+    """Time, bytes and memory of a step for each device of a stage.
 
-    sizes: GridSizes
-    micro_batch: int
+    Attributes:
+        step_time_s: seconds of the step.
+        compute_s: seconds of computation.
+        comm: bytes, time_s and exposed_s by axis.
+        memory: GiB of weights, gradients, optimizer states, memory reserved before the first tensor, and activations.
+    """
+
     step_time_s: float
     compute_s: float
-    comm: dict[str, dict[str, float]]  # by axis: bytes, time_s, exposed_s
-    memory: dict[str, float]  # in GiB: weights, gradients, optimizer, activations and the rest, reserved
-    mfu: float | None  # model FLOPs over the peak, without recomputation
-    hfu: float | None  # model FLOPs and recomputation over the peak
-    share: int  # samples of a device in a step
-    rank_order: str = "xy"  # first the axis whose groups are neighboring ranks
-    choice: Mapping[str, Any] = field(default_factory=dict)  # settings of parallel that the planner adds
-    options: Mapping[str, Any] = field(default_factory=dict)  # additional settings that the planner adds, by key
-    stages: tuple[GridSizes, ...] = ()  # grids of a pipeline; times and bytes refer to its slowest stage
-    pipeline: PipelineConfig | None = None
-    idle_s: float = 0.0  # seconds for which the slowest stage waits for other stages
-    link_bytes: Mapping[str, int] = field(default_factory=dict)  # bytes that all ranks of a link between stages send
-    context: int = 1  # number of ranks that share samples
-
-    @property
-    def grid(self) -> str:
-        """The sizes of the grid, or of the grids of all stages.
-
-        A note follows if ranks share samples, and if y is the axis of neighboring ranks.
-        """
-        runs = [(sizes, len(list(equal))) for sizes, equal in groupby(self.stages or (self.sizes,))]
-        grids = " + ".join(f"{count} × {sizes}" if count > 1 else str(sizes) for sizes, count in runs)
-        shared = f" with context {self.context}" if self.context > 1 else ""
-        return grids + shared + (" in rank order yx" if self.rank_order == "yx" else "")
-
-    @property
-    def devices(self) -> int:
-        return sum(sizes.devices for sizes in self.stages or (self.sizes,))
-
-    @property
-    def overrides(self) -> list[str]:
-        """The settings that select this plan."""
-        words = []
-        if not (self.pipeline and self.pipeline.stage_grids):
-            words += [f"parallel.g{axis}={size}" for axis, size in self.sizes._asdict().items()]
-        if self.pipeline:
-            for key, value in asdict(self.pipeline).items():
-                if value != getattr(PipelineConfig(), key):
-                    text = f"[{','.join(map(str, value))}]" if isinstance(value, list) else value
-                    words.append(f"parallel.pipeline.{key}={text}")
-        elif self.micro_batch != self.share:
-            words.append(f"train.micro_batch_size={self.micro_batch}")
-        words += [f"parallel.{key}={str(value).lower()}" for key, value in self.choice.items()]
-        return words + as_overrides(self.options)
+    comm: dict[str, dict[str, float]]
+    memory: dict[str, float]
 
     @property
     def memory_gib(self) -> float:
@@ -135,7 +95,7 @@ class Estimate:
         self.few = self._first_of_each_kind(BLOCKS_PER_KIND)
         self._known: dict[int, tuple[float, float]] = {}
         self._further: dict[int, tuple[float, ...]] = {}
-        self._plans: dict[int, Plan] = {}
+        self._steps: dict[int, StepCost] = {}
 
     def least_gib(self) -> float:
         """Return the memory that the training state and the machine take before the first activation."""
@@ -158,7 +118,7 @@ class Estimate:
         return self._quick(micro_batch)[1]
 
     def quick_s(self, micro_batch: int) -> float:
-        """Return the approximate seconds of a step, to select the grids that ``plan`` estimates."""
+        """Return the approximate seconds of a step, to select the grids that ``step`` estimates."""
         return self._quick(micro_batch)[0]
 
     def _kind(self, block: Unit) -> tuple:
@@ -202,13 +162,13 @@ class Estimate:
             self.alike.setdefault(micro_batch, peak_gib - self.bound_gib())
         return self._known[micro_batch]
 
-    def plan(self, micro_batch: int) -> Plan:
+    def step(self, micro_batch: int) -> StepCost:
         """Return the full estimate for microbatches of this many samples."""
-        if micro_batch not in self._plans:
-            self._plans[micro_batch] = self._plan(micro_batch)
-        return self._plans[micro_batch]
+        if micro_batch not in self._steps:
+            self._steps[micro_batch] = self._step(micro_batch)
+        return self._steps[micro_batch]
 
-    def _plan(self, micro_batch: int) -> Plan:
+    def _step(self, micro_batch: int) -> StepCost:
         config, state = self.config, self.state
         blocks = self.description.blocks
         microbatches = self.share // micro_batch
@@ -231,20 +191,7 @@ class Estimate:
         memory = {kind: nbytes / GIB for kind, nbytes in state.items()}
         memory["reserved"] = self.reserved_gib
         memory["activations"] = self.memory_gib(micro_batch) - sum(memory.values())
-        mfu, hfu = utilization(config, self.description, self.sizes.devices, seconds)
-        return Plan(
-            sizes=self.sizes,
-            micro_batch=micro_batch,
-            step_time_s=seconds,
-            compute_s=compute_s,
-            comm=comm,
-            memory=memory,
-            mfu=mfu,
-            hfu=hfu,
-            share=self.share,
-            rank_order=config.parallel.rank_order or "xy",
-            context=config.parallel.context,
-        )
+        return StepCost(seconds, compute_s, comm, memory)
 
     def microbatch(self, micro_batch: int) -> Microbatch:
         """Return the time and memory of a microbatch between other microbatches."""
@@ -310,8 +257,3 @@ class Estimate:
 
 def _sum(one: tuple[float, ...], other: tuple[float, ...], times: int) -> tuple[float, ...]:
     return tuple(a + times * b for a, b in zip(one, other, strict=True))
-
-
-def as_overrides(settings: Mapping[str, Any]) -> list[str]:
-    """Return settings as Hydra reads them."""
-    return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()]

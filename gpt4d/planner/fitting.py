@@ -10,20 +10,17 @@ from gpt4d.config import (
     ClusterConfig,
     Config,
     ConfigError,
-    GridSizes,
     ParallelConfig,
     possible_microbatches,
     read_cluster,
 )
-from gpt4d.plan import ParallelPlan
-from gpt4d.planner.candidates import Search, fewest_devices, microbatch_numbers
-from gpt4d.planner.estimate import Plan, as_overrides
+from gpt4d.config.fields import as_overrides
+from gpt4d.planner.candidates import MAX_DEVICES, Search, fewest_devices, microbatch_numbers
 from gpt4d.planner.options import levels, open_keys
 from gpt4d.planner.search import rank, with_fewer_options
-from gpt4d.planner.stages import PipelineEstimate
+from gpt4d.planner.stages import PlanEstimate
 from gpt4d.planner.topology import total_gib
 
-_MAX_DEVICES = 4096  # upper limit of the search for the minimum number of devices
 _EXAMPLE = "dgx_h100"  # suggested machine if the configured one is too small
 _NUM_CHANGES = 2  # maximum number of changes in a message
 
@@ -33,7 +30,7 @@ class SuggestedChange:
     """Settings with which a run fits on its grid, and the plan with them."""
 
     settings: Mapping[str, Any]
-    plan: Plan
+    plan: PlanEstimate
 
     def __str__(self) -> str:
         return f"{' '.join(as_overrides(self.settings))} (planned {self.plan.memory_gib:,.4g} GiB)"
@@ -44,19 +41,17 @@ class Fit:
     """Planned memory of a run against the memory of its devices.
 
     Args:
-        config: the resolved configuration.
-        plan: the planned step, with the memory of the fullest stage.
+        plan: the run's plan.
         cluster: the machine as it is configured, for any number of devices.
     """
 
-    config: Config
-    plan: Plan
+    plan: PlanEstimate
     cluster: ClusterConfig
 
     @property
     def device_gib(self) -> float:
         """Memory of a device."""
-        return total_gib(self.config.cluster)
+        return total_gib(self.plan.config.cluster)
 
     @property
     def fits(self) -> bool:
@@ -65,22 +60,21 @@ class Fit:
 
     def __str__(self) -> str:
         """Return needed and available memory in one line."""
-        cluster = self.config.cluster
+        config = self.plan.config
         return (
-            f"model={self.config.model.name}: a step needs {self.plan.memory_gib:,.4g} GiB of a device, and one of "
-            f"{cluster.name} has {self.device_gib:,.4g}"
+            f"model={config.model.name}: a step needs {self.plan.memory_gib:,.4g} GiB of a device, and one of "
+            f"{config.cluster.name} has {self.device_gib:,.4g}"
         )
 
     def changes(self, limit: int = _NUM_CHANGES) -> list[SuggestedChange]:
         """Return the changes of settings that fit on the same grid with the cluster's margin, fastest step first."""
-        stages = self.plan.stages or (self.plan.sizes,)
-        return sorted(_changes(self.config, stages), key=lambda change: change.plan.step_time_s)[:limit]
+        return sorted(_changes(self.plan), key=lambda change: change.plan.step_time_s)[:limit]
 
-    def smallest(self) -> Plan | None:
+    def smallest(self) -> PlanEstimate | None:
         """Return the fastest plan on the minimum number of devices that can train this model with any settings."""
-        config = replace(without_grid(self.config), cluster=self.cluster)
+        config = replace(without_grid(self.plan.config), cluster=self.cluster)
         keys = open_keys(config)
-        fewest = fewest_devices(config, _MAX_DEVICES, keys)
+        fewest = fewest_devices(config, MAX_DEVICES, keys)
         if fewest is None:
             return None
         return next(iter(rank(config, fewest, top=1, keys=keys).plans), None)
@@ -95,7 +89,7 @@ class Fit:
             chosen = " ".join(smallest.overrides)
             remedies.append(f"use {smallest.devices} device(s), the fewest that suffice, with {chosen}")
         elif not remedies:
-            remedies.append(_elsewhere(self.config))
+            remedies.append(_elsewhere(self.plan.config))
         raise ConfigError(f"{self}; {', or '.join(remedies)}")
 
 
@@ -103,22 +97,17 @@ def _elsewhere(config: Config) -> str:
     """Return the remedy if no number of this machine's devices is sufficient."""
     other = read_cluster(CONFIG_DIR / "cluster" / f"{_EXAMPLE}.yaml")
     config = replace(without_grid(config), cluster=other)
-    fewest = fewest_devices(config, _MAX_DEVICES, open_keys(config))
+    fewest = fewest_devices(config, MAX_DEVICES, open_keys(config))
     if fewest is not None:
         return f"no number of its devices suffices; {fewest} device(s) of cluster={_EXAMPLE} do"
     return "no number of its devices suffices; use a smaller model or another cluster"
 
 
-def fit(plan: ParallelPlan, cluster: ClusterConfig) -> Fit:
-    """Return the planned memory of a run against its devices. ``cluster``: the machine as it is configured."""
-    return Fit(plan.config, PipelineEstimate.of(plan).plan(), cluster)
-
-
-def check_memory(plan: ParallelPlan, cluster: ClusterConfig) -> None:
+def check_memory(plan: PlanEstimate, cluster: ClusterConfig) -> None:
     """Raise ConfigError, with remedies, if the planned memory of a run exceeds the memory of its devices."""
     limit = total_gib(plan.config.cluster)
-    if PipelineEstimate.of(plan).needed_gib(limit) > limit:
-        fit(plan, cluster).check()
+    if plan.needed_gib(limit) > limit:
+        Fit(plan, cluster).check()
 
 
 def without_grid(config: Config) -> Config:
@@ -129,15 +118,15 @@ def without_grid(config: Config) -> Config:
     return replace(config, parallel=parallel, train=replace(config.train, micro_batch_size=None))
 
 
-def _changes(config: Config, stages: tuple[GridSizes, ...]) -> Iterator[SuggestedChange]:
+def _changes(given: PlanEstimate) -> Iterator[SuggestedChange]:
     """Yield sets of options that allow fewer microbatches than smaller sets do, each with its fastest step that fits.
 
     They have the fewest ranks that share samples with which a step fits.
     """
-    parallel, train = config.parallel, config.train
+    config, stages, parallel, train = given.config, given.grids, given.config.parallel, given.config.train
     pipeline = replace(parallel.pipeline, microbatches=None)
     free = replace(config, train=replace(train, micro_batch_size=None), parallel=replace(parallel, pipeline=pipeline))
-    search = Search(levels(free, open_keys(free)), sum(sizes.devices for sizes in stages))
+    search = Search(levels(free, open_keys(free)), given.devices)
     for context in search.contexts(stages):
         choices = [level.choosing(context=context) for level in search.choices]
         numbers = microbatch_numbers(choices[0], stages)
@@ -147,11 +136,13 @@ def _changes(config: Config, stages: tuple[GridSizes, ...]) -> Iterator[Suggeste
         for level in choices:
             if step := search.fastest_number(level, stages, numbers):
                 found, numbers = True, [number for number in numbers if number < step.microbatches]
-                plan = with_fewer_options(search, step.plan())
+                plan = with_fewer_options(search, step)
                 settings: dict[str, Any] = {f"parallel.{key}": value for key, value in plan.choice.items()}
                 if len(stages) > 1 and step.microbatches != parallel.pipeline.microbatches:
                     settings["parallel.pipeline.microbatches"] = step.microbatches
-                elif len(stages) == 1 and plan.micro_batch != (train.micro_batch_size or plan.share):
+                elif len(stages) == 1 and plan.micro_batch != (
+                    train.micro_batch_size or plan.micro_batch * plan.microbatches
+                ):
                     settings["train.micro_batch_size"] = plan.micro_batch
                 yield SuggestedChange({**settings, **plan.options}, plan)
         if found:

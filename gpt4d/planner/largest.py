@@ -9,10 +9,10 @@ from gpt4d.config import CONFIG_DIR, ClusterConfig, Config, LoraConfig, check_va
 from gpt4d.model import registry
 from gpt4d.model.description import Description
 from gpt4d.planner.duration import Duration, duration
-from gpt4d.planner.estimate import Plan
 from gpt4d.planner.options import open_keys
 from gpt4d.planner.search import rank
-from gpt4d.planner.tables import rates_line, render
+from gpt4d.planner.stages import PlanEstimate
+from gpt4d.planner.tables import rates_line, render, titled
 
 _MODELS = sorted(path.stem for path in CONFIG_DIR.glob("model/*.yaml") if not path.stem.endswith("_tiny"))
 _BATCH = 8  # samples per step and device, unless the user sets train.batch_size
@@ -26,7 +26,7 @@ class Trainable:
     """A model, and the fastest plan of each kind of training that fits in memory, with its speed."""
 
     config: Config
-    plans: dict[str, tuple[Plan, Duration]]
+    plans: dict[str, tuple[PlanEstimate, Duration]]
 
     @property
     def description(self) -> Description:
@@ -83,11 +83,7 @@ def as_json(found: list[Trainable]) -> str:
 
 def table(found: list[Trainable], cluster: ClusterConfig, devices: int) -> str:
     """Return a table of the models that fit, and the names of those that do not."""
-    from rich import box
-    from rich.table import Table
-
-    rows = Table(box=box.SIMPLE_HEAD, header_style="", title_justify="left", title_style="")
-    rows.title = f"models that {devices} device(s) of {cluster.name} can train"
+    rows = titled(f"models that {devices} device(s) of {cluster.name} can train")
     rows.add_column("model")
     for heading in ("parameters", *_KINDS):
         rows.add_column(heading, justify="right")

@@ -9,7 +9,7 @@ from gpt4d.config import Config, ConfigError, GridSizes, value_of, with_stages
 from gpt4d.model import registry
 from gpt4d.model.description import Description
 from gpt4d.parallel.stage_plan import consecutive_stages
-from gpt4d.planner.stages import Known, PipelineEstimate, stage_parts
+from gpt4d.planner.stages import Known, PlanEstimate, stage_parts
 from gpt4d.planner.workload import Descriptions
 
 RECOMPUTATION = "train.activation_checkpointing"
@@ -31,7 +31,7 @@ class Level:
         descriptions: the descriptions of the model.
         options: added settings outside ``parallel``, by key.
         choice: added settings of ``parallel``.
-        known: estimates, by their description and added settings.
+        known: values that estimates share, by their description and added settings.
     """
 
     config: Config
@@ -69,19 +69,21 @@ class Level:
         return replace(self, config=with_settings(self.config, {key: default}), options=options)
 
     def step(
-        self, stages: tuple[GridSizes, ...], microbatches: int, schedule: str | None = None, chunks: int = 1
-    ) -> PipelineEstimate:
+        self, grids: tuple[GridSizes, ...], microbatches: int, schedule: str | None = None, chunks: int = 1
+    ) -> PlanEstimate:
         """Return the estimate of a step on stages with these grids, by default with the configuration's schedule."""
-        config, description = with_stages(self.config, len(stages)), self.describe(stages)
+        config, description = with_stages(self.config, len(grids)), self.describe(grids)
         if schedule is not None:
             pipeline = replace(config.parallel.pipeline, schedule=schedule, chunks_per_stage=chunks)
             config = replace(config, parallel=replace(config.parallel, pipeline=pipeline))
         name = id(description), *self.options.items(), *self.choice.items()
-        known = self.known.setdefault(name, Known(self.options, self.choice))
-        parts = known.parts.get((len(stages), chunks)) or stage_parts(config, description)
-        known.parts[len(stages), chunks] = parts
-        plans = consecutive_stages(stages, parts, config.parallel.rank_order)
-        return PipelineEstimate(config, description, plans, microbatches, known)
+        known = self.known.setdefault(name, Known())
+        parts = known.parts.get((len(grids), chunks)) or stage_parts(config, description)
+        known.parts[len(grids), chunks] = parts
+        stages = consecutive_stages(grids, parts, config.parallel.rank_order)
+        return PlanEstimate(
+            config, description, stages, microbatches, options=self.options, choice=self.choice, known=known
+        )
 
 
 def levels(config: Config, keys: Collection[str] = ()) -> list[Level]:

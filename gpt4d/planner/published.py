@@ -13,7 +13,7 @@ import yaml
 from gpt4d.config import Config
 from gpt4d.model import registry
 from gpt4d.planner.duration import duration, range_text
-from gpt4d.planner.estimate import Plan
+from gpt4d.planner.stages import PlanEstimate
 
 TABLE = Path(__file__).with_name("published_mfu.yaml")
 FEWEST = 8  # GPUs of a published run: one GPU of a smaller run waits for fewer others
@@ -29,7 +29,7 @@ class PublishedRuns(NamedTuple):
     mfu: tuple[float, float]  # without recomputation
     runs: int
 
-    def step_s(self, plan: Plan) -> list[float]:
+    def step_s(self, plan: PlanEstimate) -> list[float]:
         """Return the seconds of a planned step at the lower and at the upper published MFU."""
         return [plan.step_time_s * (plan.mfu or 0) / mfu for mfu in self.mfu]
 
@@ -39,7 +39,7 @@ def _table() -> list[PublishedRuns]:
     return [PublishedRuns(**entry) for entry in yaml.safe_load(TABLE.read_text(encoding="utf-8"))]
 
 
-def comparable(plan: Plan, config: Config) -> PublishedRuns | None:
+def comparable(plan: PlanEstimate, config: Config) -> PublishedRuns | None:
     """Return the published runs on GPUs of equal peak with models of similar size; None if there are none.
 
     A plan that is slower than the lower published MFU has other limits than the published runs, so it has none.
@@ -56,7 +56,7 @@ def comparable(plan: Plan, config: Config) -> PublishedRuns | None:
     return None
 
 
-def published_lines(plan: Plan, config: Config, price: float | None = None) -> list[str]:
+def published_lines(plan: PlanEstimate, config: Config, price: float | None = None) -> list[str]:
     """Return a line with duration and cost of a planned run at the published MFU; empty without published runs."""
     if (found := comparable(plan, config)) is None:
         return []

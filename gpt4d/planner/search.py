@@ -11,7 +11,6 @@ from typing import Any
 
 from gpt4d.config import GRID_KEYS, Config, ConfigError, GridSizes, ParallelConfig, possible_microbatches, with_stages
 from gpt4d.model import registry
-from gpt4d.parallel.symbolic.stage import MASTER_BYTES
 from gpt4d.planner.candidates import (
     LEAST_GAIN,
     MICROBATCHES,
@@ -23,14 +22,13 @@ from gpt4d.planner.candidates import (
     may_split_tokens,
     microbatch_numbers,
 )
-from gpt4d.planner.estimate import Plan
 from gpt4d.planner.options import RECOMPUTATION, Level, levels
-from gpt4d.planner.stages import PipelineEstimate
+from gpt4d.planner.stages import PlanEstimate
 from gpt4d.planner.topology import paper_bandwidths
 from gpt4d.planner.workload import (
     all_reduced_bytes,
-    compute_bytes,
     compute_s,
+    converts_weights,
     possible_contexts,
     product_tflops,
     step_flops,
@@ -57,11 +55,11 @@ def rank(config: Config, devices: int, top: int | None = None, keys: Sequence[st
     """
     check_machine(config.cluster, devices)
     search = Search(levels(config, keys), devices)
-    search.ranking.plans = [_with_explicit_cache(plan, search.config) for plan in _by_time(search, top)]
+    search.ranking.plans = _by_time(search, top)
     return search.ranking
 
 
-def _by_time(search: Search, top: int | None) -> list[Plan]:
+def _by_time(search: Search, top: int | None) -> list[PlanEstimate]:
     """Return the best ``top`` plans, fastest step first. The seconds of single stages limit the search of pipelines."""
     busy = {candidate: _busy_s(search, candidate) for candidate in search.candidates()}
     order = sorted(busy, key=busy.__getitem__)
@@ -75,10 +73,10 @@ def _by_time(search: Search, top: int | None) -> list[Plan]:
 
 def _steps_of_grids(
     search: Search, candidates: list[Candidate], busy: dict[Candidate, float], top: int | None
-) -> list[list[PipelineEstimate]]:
+) -> list[list[PlanEstimate]]:
     """Return the steps of the fastest grids of a single stage, by their quick estimates, each in its faster order."""
     enough = None if top is None else top + _FURTHER
-    found: list[tuple[float, list[PipelineEstimate]]] = []
+    found: list[tuple[float, list[PlanEstimate]]] = []
     for candidate in candidates:
         if enough and len(found) >= enough:
             slowest_s = sorted(seconds for seconds, _ in found)[enough - 1]
@@ -93,12 +91,12 @@ def _steps_of_grids(
 
 def _improved_pipelines(
     search: Search, candidates: dict[Candidate, float], single_s: list[float], top: int | None
-) -> list[Plan]:
+) -> list[PlanEstimate]:
     """Return the pipelines that may be among the best, improved if they may be the fastest, fastest step first.
 
     ``candidates``: their seconds by ``_busy_s``, ascending; ``single_s``: the seconds of the plans without stages.
     """
-    plans: list[Plan] = []
+    plans: list[PlanEstimate] = []
     fastest_s = min(single_s, default=math.inf)
     limit_s = sorted(single_s)[top - 1] if top and len(single_s) >= top else math.inf
     for number, (candidate, busy_s) in enumerate(candidates.items()):
@@ -117,8 +115,8 @@ def _improved_pipelines(
     return plans
 
 
-def _fastest_plan(steps: Sequence[PipelineEstimate]) -> Plan:
-    return min((step.plan() for step in steps), key=lambda plan: plan.step_time_s)
+def _fastest_plan(steps: Sequence[PlanEstimate]) -> PlanEstimate:
+    return min(steps, key=lambda step: step.step_time_s)
 
 
 def _busy_s(search: Search, candidate: Candidate) -> float:
@@ -147,11 +145,10 @@ def _least_s(search: Search, candidate: Candidate) -> float:
     return _faster_order(search, step).quick_s
 
 
-def _faster_order(search: Search, step: PipelineEstimate) -> PipelineEstimate:
+def _faster_order(search: Search, step: PlanEstimate) -> PlanEstimate:
     """Return the step of a single stage in the faster order of ranks. If both are equally fast, it is xy."""
-    (stage,) = step.stages
-    if step.config.parallel.rank_order is None and stage.sizes.x > 1 and stage.sizes.y > 1:
-        other = search.level_of(step.known).choosing(rank_order="yx").step((stage.sizes,), step.microbatches)
+    if step.config.parallel.rank_order is None and step.sizes.x > 1 and step.sizes.y > 1:
+        other = search.level_of(step).choosing(rank_order="yx").step(step.grids, step.microbatches)
         return min(step, other, key=lambda step: step.quick_s)
     return step
 
@@ -159,7 +156,7 @@ def _faster_order(search: Search, step: PipelineEstimate) -> PipelineEstimate:
 # ----------------------------------------------------------------------------------------------------- improvements
 
 
-def _improved_grids(search: Search, plans: list[Plan], top: int | None) -> list[Plan]:
+def _improved_grids(search: Search, plans: list[PlanEstimate], top: int | None) -> list[PlanEstimate]:
     """Return the plans without stages, improved where that may change the best ``top``, fastest step first."""
     plans = sorted(plans, key=lambda plan: plan.step_time_s)
     kinds = (
@@ -172,26 +169,23 @@ def _improved_grids(search: Search, plans: list[Plan], top: int | None) -> list[
     fastest_s = min((plan.step_time_s for plan in plans), default=0.0)
     for place in set().union(*places):
         plan = plans[place]
-        if top is None or plan.step_time_s - plan.exposed_s < fastest_s or RECOMPUTATION in plan.options:
+        if top is None or plan.step_time_s - plan.slowest.exposed_s < fastest_s or RECOMPUTATION in plan.options:
             plans[place] = _with_settings(search, plan)
     return sorted(plans, key=lambda plan: plan.step_time_s)
 
 
-def with_fewer_options(search: Search, plan: Plan) -> Plan:
+def with_fewer_options(search: Search, plan: PlanEstimate) -> PlanEstimate:
     """Return the plan without options that it needs neither for its microbatches nor for speed."""
-    pipeline = plan.pipeline
+    pipeline = plan.config.parallel.pipeline
     for key in plan.options:
         level = search.level_of(plan).without(key)
-        if pipeline and pipeline.microbatches:
-            step = level.step(plan.stages, pipeline.microbatches, pipeline.schedule, pipeline.chunks_per_stage)
-        else:
-            step = level.step((plan.sizes,), plan.share // plan.micro_batch)
-        if search.fits(step) and step.plan().step_time_s <= plan.step_time_s * (1 + LEAST_GAIN / 10):
-            plan = step.plan()
+        step = level.step(plan.grids, plan.microbatches, pipeline.schedule, pipeline.chunks_per_stage)
+        if search.fits(step) and step.step_time_s <= plan.step_time_s * (1 + LEAST_GAIN / 10):
+            plan = step
     return plan
 
 
-def _with_settings(search: Search, plan: Plan) -> Plan:
+def _with_settings(search: Search, plan: PlanEstimate) -> PlanEstimate:
     """Return the plan of a single stage with settings, tried sequentially, that make its step faster and still fit."""
     if plan.micro_batch == 1 and RECOMPUTATION in plan.options:
         plan = _with_shorter_parts(search, plan)
@@ -205,33 +199,32 @@ def _with_settings(search: Search, plan: Plan) -> Plan:
     return plan
 
 
-def _with_shorter_parts(search: Search, plan: Plan) -> Plan:
+def _with_shorter_parts(search: Search, plan: PlanEstimate) -> PlanEstimate:
     """Return the plan with more ranks that share samples, if that saves recomputation and makes the step faster."""
-    smallest, found = search.choices[-1], list[PipelineEstimate]()
+    smallest, found = search.choices[-1], list[PlanEstimate]()
     for context in possible_contexts(smallest.config, smallest.description.rules, plan.sizes):
-        if context > plan.context:
+        if context > plan.config.parallel.context:
             fastest = search.fastest((plan.sizes,), context)
             found += fastest
-            if any(RECOMPUTATION not in step.known.options for step in fastest):
+            if any(RECOMPUTATION not in step.options for step in fastest):
                 break
     if not found:
         return plan
-    other = _faster_order(search, min(found, key=lambda step: step.quick_s)).plan()
+    other = _faster_order(search, min(found, key=lambda step: step.quick_s))
     return other if other.step_time_s < (1 - LEAST_GAIN) * plan.step_time_s else plan
 
 
-def _fastest(plan: Plan, levels: Sequence[Level]) -> Plan:
+def _fastest(plan: PlanEstimate, levels: Sequence[Level]) -> PlanEstimate:
     """Return the fastest plan on the same grid with one of ``levels``, if it gains enough; otherwise ``plan``."""
     best = plan
     for level in levels:
-        if step := fewest_microbatches(level, (plan.sizes,)):
-            other = step.plan()
-            if other.step_time_s < min(best.step_time_s, (1 - LEAST_GAIN) * plan.step_time_s):
-                best = other
+        step = fewest_microbatches(level, plan.grids)
+        if step and step.step_time_s < min(best.step_time_s, (1 - LEAST_GAIN) * plan.step_time_s):
+            best = step
     return best
 
 
-def _settings(plan: Plan, config: Config, blocks: int) -> Iterator[list[dict[str, Any]]]:
+def _settings(plan: PlanEstimate, config: Config, blocks: int) -> Iterator[list[dict[str, Any]]]:
     """Yield alternatives to try for a grid. Settings of the configuration are fixed."""
     parallel, sizes = config.parallel, plan.sizes
     if parallel.replicated_layers == 0 and sizes.z > 1:
@@ -240,11 +233,11 @@ def _settings(plan: Plan, config: Config, blocks: int) -> Iterator[list[dict[str
     # Cached weights are gathered, and converted, less often.
     cached = {"cache_layers": parallel.cache_layers or "all"}
     if parallel.cache_layers != 0 and (sizes.z > 1 or converts_weights(config, sizes)):
-        if parallel.cache_scope is None and plan.share > plan.micro_batch:
+        if parallel.cache_scope is None and plan.microbatches > 1:
             yield [{**cached, "cache_scope": "step"}]
         elif parallel.cache_layers is None and sizes.z == 1:
             yield [cached]
-    if plan.context > 1 and parallel.context_exchange is None and _may_use_ring(config):
+    if parallel.context > 1 and parallel.context_exchange is None and _may_use_ring(config):
         yield [{"context_exchange": "ring"}]
     if may_split_tokens(config, sizes) and "sequence_parallel" not in plan.choice:
         yield [{"sequence_parallel": True}]
@@ -262,7 +255,7 @@ def _may_use_ring(config: Config) -> bool:
     return True
 
 
-def _with_other_stages(search: Search, plan: Plan, grids: Sequence[GridSizes], further: bool) -> Plan:
+def _with_other_stages(search: Search, plan: PlanEstimate, grids: Sequence[GridSizes], further: bool) -> PlanEstimate:
     """Return the pipeline with changes that make it faster and still fit.
 
     The candidates are other numbers of microbatches, other schedules, and other grids of the first and last stage.
@@ -276,54 +269,46 @@ def _with_other_stages(search: Search, plan: Plan, grids: Sequence[GridSizes], f
             plan = _with_other_number(search, level, plan)
             for alternatives in (_other_schedules(level, plan), _other_grids(level, plan, grids)):
                 if faster := search.faster(alternatives, (1 - LEAST_GAIN) * plan.step_time_s):
-                    plan = faster.plan()
+                    plan = faster
     return plan
 
 
-def _with_other_number(search: Search, level: Level, plan: Plan) -> Plan:
+def _with_other_number(search: Search, level: Level, plan: PlanEstimate) -> PlanEstimate:
     """Return the plan with more or fewer microbatches, as long as each next possible number is faster."""
-    assert plan.pipeline and plan.pipeline.microbatches
     config = with_stages(level.config, len(plan.stages))
     if config.parallel.pipeline.microbatches is not None:
         return plan
-    given, most = plan.pipeline.microbatches, MICROBATCHES[-1] * len(plan.stages)
-    possible = possible_microbatches(config.train, config.parallel, plan.stages)
-    best, limit_s = None, (1 - LEAST_GAIN) * plan.step_time_s
+    given, most = plan.microbatches, MICROBATCHES[-1] * len(plan.stages)
+    possible = possible_microbatches(config.train, config.parallel, plan.grids)
+    best, limit_s = plan, (1 - LEAST_GAIN) * plan.step_time_s
     for numbers in ([n for n in possible[::-1] if n < given], [n for n in possible if given < n <= most]):
         for number in numbers:
-            faster = search.faster([level.step(plan.stages, number)], limit_s)
+            faster = search.faster([level.step(plan.grids, number)], limit_s)
             if not faster:
                 break
             best, limit_s = faster, faster.quick_s
-    return best.plan() if best else plan
+    return best
 
 
-def _other_schedules(level: Level, plan: Plan) -> Iterator[PipelineEstimate]:
-    assert plan.pipeline and plan.pipeline.microbatches
-    microbatches, stages = plan.pipeline.microbatches, len(plan.stages)
+def _other_schedules(level: Level, plan: PlanEstimate) -> Iterator[PlanEstimate]:
+    microbatches, stages = plan.microbatches, len(plan.stages)
     if level.config.parallel.pipeline.schedule is not None:
         return
     for schedule in _SCHEDULES:
-        yield level.step(plan.stages, microbatches, schedule)
+        yield level.step(plan.grids, microbatches, schedule)
     if microbatches % stages == 0 and 2 * stages <= len(level.description.blocks):
-        yield level.step(plan.stages, microbatches, "interleaved_1f1b", chunks=2)
+        yield level.step(plan.grids, microbatches, "interleaved_1f1b", chunks=2)
 
 
-def _other_grids(level: Level, plan: Plan, grids: Sequence[GridSizes]) -> Iterator[PipelineEstimate]:
-    assert plan.pipeline and plan.pipeline.microbatches
-    parallel, microbatches = with_stages(level.config, len(plan.stages)).parallel, plan.pipeline.microbatches
+def _other_grids(level: Level, plan: PlanEstimate, grids: Sequence[GridSizes]) -> Iterator[PlanEstimate]:
+    parallel, pipeline = with_stages(level.config, len(plan.stages)).parallel, plan.config.parallel.pipeline
     alike = [sizes for sizes in dict.fromkeys(grids) if sizes.devices == plan.sizes.devices and sizes != plan.sizes]
     for sizes in alike[:_OTHER_GRIDS]:
-        if plan.context > 1 and sizes.batch_shards != plan.sizes.batch_shards:
+        if parallel.context > 1 and sizes.batch_shards != plan.sizes.batch_shards:
             continue  # the ranks that share samples are the same in all stages
-        for changed in ((sizes, *plan.stages[1:]), (*plan.stages[:-1], sizes)):
-            if microbatches in possible_microbatches(level.config.train, parallel, changed):
-                yield level.step(changed, microbatches, plan.pipeline.schedule, plan.pipeline.chunks_per_stage)
-
-
-def converts_weights(config: Config, sizes: GridSizes) -> bool:
-    """Return whether master weights are converted to the compute dtype without a gather, so that caching them pays."""
-    return sizes.z == 1 and compute_bytes(config) < MASTER_BYTES and config.model.lora is None
+        for changed in ((sizes, *plan.grids[1:]), (*plan.grids[:-1], sizes)):
+            if plan.microbatches in possible_microbatches(level.config.train, parallel, changed):
+                yield level.step(changed, plan.microbatches, pipeline.schedule, pipeline.chunks_per_stage)
 
 
 def check_open(parallel: ParallelConfig, remedy: str = "leave it out") -> None:
@@ -333,11 +318,3 @@ def check_open(parallel: ParallelConfig, remedy: str = "leave it out") -> None:
             raise ConfigError(f"parallel.{key}={size}: the planner chooses the grid; {remedy}")
     if (grids := parallel.pipeline.stage_grids) is not None:
         raise ConfigError(f"parallel.pipeline.stage_grids={grids}: the planner chooses the grids; {remedy}")
-
-
-def _with_explicit_cache(plan: Plan, config: Config) -> Plan:
-    """Return the plan with an explicit ``parallel.cache_layers=0`` if a run on its grids resolves the key itself."""
-    kept = config.parallel.cache_layers is not None or "cache_layers" in plan.choice
-    if kept or not all(converts_weights(config, sizes) for sizes in plan.stages or (plan.sizes,)):
-        return plan
-    return replace(plan, choice={**plan.choice, "cache_layers": 0})

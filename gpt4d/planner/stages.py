@@ -2,23 +2,25 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
-from gpt4d.config import ClusterConfig, Config, ConfigError, GridSizes, LevelConfig
-from gpt4d.config.pipeline import DEFAULT_SCHEDULE, items
+from gpt4d.config import ClusterConfig, Config, ConfigError, GridSizes, LevelConfig, PipelineConfig
+from gpt4d.config.fields import as_overrides
+from gpt4d.config.pipeline import DEFAULT_SCHEDULE, items, on_grids
 from gpt4d.model.description import Description, copied_parameters
-from gpt4d.parallel.layout import Layout
+from gpt4d.parallel.layout import Layout, ParameterSpec
 from gpt4d.parallel.pipeline.schedule import balanced, peak_of_others
 from gpt4d.parallel.pipeline.simulation import Costs, Timeline, link_name, orders_of, simulate
 from gpt4d.parallel.stage_plan import StagePlan
 from gpt4d.parallel.symbolic.stage import MASTER_BYTES
 from gpt4d.plan import ParallelPlan
-from gpt4d.planner.estimate import GIB, Estimate, Microbatch, Plan
+from gpt4d.planner.estimate import GIB, Estimate, Microbatch, StepCost
 from gpt4d.planner.topology import node_size
-from gpt4d.planner.workload import compute_bytes, splits_backwards, utilization
+from gpt4d.planner.workload import compute_bytes, converts_weights, splits_backwards, utilization
 
 _SIMULATED = 4  # microbatches per stage; each additional one adds the time of the slowest stage, and no memory
 
@@ -65,51 +67,77 @@ class Known:
     """Values that all estimates of one configuration share.
 
     Attributes:
-        options: settings outside ``parallel`` that the planner has added, by key.
-        choice: settings of ``parallel`` that the planner has added.
         parts: parts of the model on each stage, by the numbers of stages and chunks.
         stages: estimates of stages, by grid and layers.
         alike: GiB of activations, by microbatch, of stages that differ in z and data only.
     """
 
-    options: Mapping[str, Any] = field(default_factory=dict)
-    choice: Mapping[str, Any] = field(default_factory=dict)
     parts: dict[tuple[int, int], list[tuple[tuple[int, int], ...]]] = field(default_factory=dict)
     stages: dict[tuple, Estimate] = field(default_factory=dict)
     alike: defaultdict[tuple, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
 
 
-class PipelineEstimate:
-    """Cost of a step of one configuration on pipeline stages, or on a single stage.
+@dataclass(frozen=True)
+class PlanEstimate(ParallelPlan):
+    """A plan with the time, bytes and memory of its step. ``parallel.pipeline`` of its settings is complete.
 
-    Args:
-        config: the settings; ``parallel.pipeline`` must be complete.
-        description: the full model.
-        stages: grid and parts of each stage.
-        microbatches: number of microbatches of the global batch.
-        known: values that all estimates of this configuration share.
+    Attributes:
+        options: settings outside ``parallel`` that the planner has added, by key.
+        choice: settings of ``parallel`` that the planner has added.
+        known: values that all estimates of these settings share.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        description: Description,
-        stages: Sequence[StagePlan],
-        microbatches: int,
-        known: Known | None = None,
-    ):
-        # A single stage has no pipeline setting, and the pipeline determines its microbatches.
-        self.config = replace(config, train=replace(config.train, micro_batch_size=None))
-        self.description, self.stages, self.microbatches = description, stages, microbatches
-        self.known = known or Known()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    choice: Mapping[str, Any] = field(default_factory=dict)
+    known: Known = field(default_factory=Known)
 
-    @classmethod
-    def of(cls, plan: ParallelPlan, config: Config | None = None) -> "PipelineEstimate":
-        """Return the estimate of a plan. ``config`` replaces the plan's settings, for the same model."""
-        return cls(config or plan.config, plan.description, plan.stages, plan.microbatches)
+    def with_config(self, config: Config) -> "PlanEstimate":
+        """Return the estimate of the same plan with other settings, for the same model."""
+        return replace(self, config=config, known=Known())
 
-    def estimate(self, stage: StagePlan, parts: tuple[tuple[int, int], ...]) -> Estimate:
-        """Return the estimate of some parts of the model on a stage. Equal layers make equal estimates."""
+    # ------------------------------------------------------------------------------------------ the plan's settings
+
+    @property
+    def grid(self) -> str:
+        """The sizes of the grid, or of the grids of all stages.
+
+        A note follows if ranks share samples, and if y is the axis of neighboring ranks.
+        """
+        runs = [(sizes, len(list(equal))) for sizes, equal in groupby(self.grids)]
+        grids = " + ".join(f"{count} × {sizes}" if count > 1 else str(sizes) for sizes, count in runs)
+        parallel = self.config.parallel
+        shared = f" with context {parallel.context}" if parallel.context > 1 else ""
+        return grids + shared + (" in rank order yx" if parallel.rank_order == "yx" else "")
+
+    @property
+    def settings(self) -> Config:
+        """The configuration that resolves to this plan."""
+        parallel = self.config.parallel
+        # A run would cache converted weights if memory allows.
+        explicit = replace(parallel, cache_layers=parallel.cache_layers or 0)
+        return on_grids(replace(self.config, parallel=explicit), self.grids, self.microbatches)
+
+    @property
+    def overrides(self) -> list[str]:
+        """The settings that select this plan, as overrides."""
+        parallel, choice = self.settings.parallel, dict(self.choice)
+        words = [] if parallel.pipeline.stage_grids else self.sizes.overrides
+        if len(self.stages) > 1:
+            for key, value in asdict(parallel.pipeline).items():
+                if value != getattr(PipelineConfig(), key):
+                    text = f"[{','.join(map(str, value))}]" if isinstance(value, list) else value
+                    words.append(f"parallel.pipeline.{key}={text}")
+        elif self.microbatches > 1:
+            words.append(f"train.micro_batch_size={self.micro_batch_size(self.stages[0])}")
+        if self.config.parallel.cache_layers is None and all(converts_weights(self.config, own) for own in self.grids):
+            choice["cache_layers"] = 0
+        return words + as_overrides({**{f"parallel.{key}": value for key, value in choice.items()}, **self.options})
+
+    # ------------------------------------------------------------------------------------------ the stages
+
+    def estimate(self, stage: StagePlan, parts: tuple[tuple[int, int], ...] = ()) -> Estimate:
+        """Return the estimate of parts of the model on a stage, by default its own. Equal layers share an estimate."""
+        parts = parts or stage.parts
         units = [unit for first, stop in parts for unit in self.description.units[first:stop]]
         whole = self.description.replicated
         layers = tuple((unit.kind, unit.part.begins, unit.part.ends, unit.name in whole) for unit in units)
@@ -121,29 +149,12 @@ class PipelineEstimate:
             self.known.stages[key] = Estimate(self.config, stage.sizes, part, self.devices, alike)
         return self.known.stages[key]
 
-    def micro_batch(self, stage: StagePlan) -> int:
-        """Return the microbatch of a device of a stage, in samples."""
-        shards = stage.sizes.sample_shards(self.config.parallel.context)
-        return self.config.train.batch_size // self.microbatches // shards
-
-    @property
-    def devices(self) -> int:
-        """Number of devices of all stages."""
-        return sum(stage.sizes.devices for stage in self.stages)
-
-    @cached_property
-    def _parts(self) -> list[tuple[StagePlan, tuple[int, int]]]:
-        """The part of the model on each virtual stage, and its stage."""
-        count, chunks = len(self.stages), len(self.stages[0].parts)
-        return [
-            (self.stages[place % count], self.stages[place % count].parts[place // count])
-            for place in range(count * chunks)
-        ]
-
     @cached_property
     def _microbatches(self) -> list[Microbatch]:
         """Time and memory that a microbatch between others takes on each virtual stage."""
-        return [self.estimate(stage, (part,)).microbatch(self.micro_batch(stage)) for stage, part in self._parts]
+        return [
+            self.estimate(stage, (part,)).microbatch(self.micro_batch_size(stage)) for stage, part in self.virtual_parts
+        ]
 
     @cached_property
     def costs(self) -> Costs:
@@ -157,13 +168,8 @@ class PipelineEstimate:
         forward, inputs, weights, *_ = zip(*self._microbatches, strict=True)
         return Costs(forward, inputs, weights, transfers, gradients)
 
-    @cached_property
-    def crossing(self) -> dict[tuple[int, int], tuple[str, ...]]:
-        """The names of the tensors on each edge between virtual stages."""
-        return self.description.crossing([part for _, part in self._parts])
-
     def _transfer_s(self, edge: tuple[int, int], names: Iterable[str]) -> float:
-        source, target = (self._parts[place][0] for place in edge)
+        source, target = (self.virtual_parts[place][0] for place in edge)
         nbytes = sum(self._nbytes(name) for name in names)
         return 0.0 if source is target else transfer_seconds(self.config.cluster, source, target, nbytes)
 
@@ -191,11 +197,11 @@ class PipelineEstimate:
 
     @property
     def quick_s(self) -> float:
-        """Seconds of a step, approximate if there is a single stage, to select the steps that ``plan`` estimates."""
+        """Seconds of a step, approximate if there is a single stage, to select the plans that are estimated in full."""
         if len(self.stages) > 1:
             return self.step_time_s
         (stage,) = self.stages
-        return self.estimate(stage, stage.parts).quick_s(self.micro_batch(stage))
+        return self.estimate(stage).quick_s(self.micro_batch_size(stage))
 
     @property
     def least_s(self) -> float:
@@ -206,7 +212,7 @@ class PipelineEstimate:
     def predicted_gib(self) -> float:
         """Memory of a device of a single stage as a similar grid predicts it; infinity if none is known."""
         (stage,) = self.stages
-        return self.estimate(stage, stage.parts).predicted_gib(self.micro_batch(stage))
+        return self.estimate(stage).predicted_gib(self.micro_batch_size(stage))
 
     @cached_property
     def _further_s(self) -> float:
@@ -223,17 +229,17 @@ class PipelineEstimate:
         """Return the seconds of a stage after its last backward: gradient reduction and the update."""
         return self.of_stage(stage).step_time_s - self.microbatches * self._busy_s(stage)
 
-    def of_stage(self, stage: int) -> Plan:
-        """Return the plan of a stage that never waits for another stage.
+    def of_stage(self, stage: int) -> StepCost:
+        """Return the step of a stage that never waits for another stage.
 
         Its microbatches run sequentially. A schedule that interleaves them may change the number of all-gathers over z,
         because a weight that is used twice in succession is gathered once.
         """
         own = self.stages[stage]
-        return self.estimate(own, own.parts).plan(self.micro_batch(own))
+        return self.estimate(own).step(self.micro_batch_size(own))
 
     @cached_property
-    def memory_gib(self) -> list[float]:
+    def stage_gib(self) -> list[float]:
         """The peak of each stage in a step."""
         timeline, count, result = self._timeline, len(self.stages), []
         for stage in self.stages:
@@ -252,7 +258,7 @@ class PipelineEstimate:
 
     def _alone_gib(self, stage: StagePlan) -> float:
         """Return the peak of a stage with one microbatch in flight, a lower bound of the peak in a step."""
-        return self.estimate(stage, stage.parts).memory_gib(self.micro_batch(stage)) + self._added_gib(stage)
+        return self.estimate(stage).memory_gib(self.micro_batch_size(stage)) + self._added_gib(stage)
 
     def _added_gib(self, stage: StagePlan) -> float:
         """Return the memory of links and graphs between a stage and other stages on a device of the stage."""
@@ -266,22 +272,21 @@ class PipelineEstimate:
         """Return the memory of the buffers between CUDA graphs and other stages (gpt4d.parallel.cuda_graphs)."""
         if not self.config.train.cuda_graphs:
             return 0.0
-        count, copies = len(self.stages), copied_parameters([self.description.stage(s.parts) for s in self.stages])
+        count = len(self.stages)
         crossing = [
             sum(self._local_bytes(name, stage.sizes) for name in names)
             for (source, target), names in self.crossing.items()
             if source % count != target % count and stage.index in (source % count, target % count)
         ]
-        held = sum(
-            spec.local_elements(stage.sizes) for _, owner, holder, spec in copies if stage.index in (owner, holder)
-        )
+        held = [spec for _, owner, holder, spec in self._copies if stage.index in (owner, holder)]
+        elements = sum(spec.local_elements(stage.sizes) for spec in held)
         # A tensor that crosses also has a copy of its buffer.
-        return (2 * max(crossing, default=0) + held * MASTER_BYTES) / GIB
+        return (2 * max(crossing, default=0) + elements * MASTER_BYTES) / GIB
 
     @property
     def reserved_gib(self) -> list[float]:
         """The memory that libraries and groups of ranks take on a device of each stage before the first tensor."""
-        return [self.estimate(stage, stage.parts).reserved_gib + self._links_gib(stage) for stage in self.stages]
+        return [self.estimate(stage).reserved_gib + self._links_gib(stage) for stage in self.stages]
 
     def needed_gib(self, limit: float) -> float:
         """Return the GiB of the fullest stage, or a lower bound if it already exceeds ``limit``.
@@ -290,8 +295,8 @@ class PipelineEstimate:
         microbatch in flight, and the first stage with as many microbatches in flight as there are stages.
         """
         bounds = (
-            lambda stage: self.estimate(stage, stage.parts).bound_gib() + self._added_gib(stage),
-            lambda stage: self.estimate(stage, stage.parts).likely_gib(self.micro_batch(stage)),
+            lambda stage: self.estimate(stage).bound_gib() + self._added_gib(stage),
+            lambda stage: self.estimate(stage).likely_gib(self.micro_batch_size(stage)),
             self._alone_gib,
         )
         for bound in bounds:
@@ -306,7 +311,7 @@ class PipelineEstimate:
         if len(first.parts) == 1:
             others = min(self.microbatches, len(self.stages)) - 1
             needed = self._alone_gib(first) + others * self._microbatches[0].kept_bytes / GIB
-        return needed if needed > limit else max(self.memory_gib)
+        return needed if needed > limit else max(self.stage_gib)
 
     def _local_bytes(self, name: str, sizes: GridSizes) -> int:
         """Return the bytes of a tensor of one microbatch on a device of a grid."""
@@ -343,45 +348,63 @@ class PipelineEstimate:
                 send(source, target, nbytes, layout)
                 if self.description.tensors[name].has_gradient:
                     send(target, source, nbytes, layout)
-        for _, owner, holder, spec in copied_parameters([self.description.stage(stage.parts) for stage in self.stages]):
+        for _, owner, holder, spec in self._copies:
             for source, target in ((owner, holder), (holder, owner)):
                 send(source, target, math.prod(spec.shape) * MASTER_BYTES, spec.layout)
         return dict(total)
 
+    @cached_property
+    def _copies(self) -> list[tuple[str, int, int, ParameterSpec]]:
+        """The weights that several stages use."""
+        return copied_parameters([self.description.stage(stage.parts) for stage in self.stages])
+
     @property
     def states(self) -> list[dict[str, int]]:
         """The bytes of weights, gradients and optimizer states on a device of each stage."""
-        return [self.estimate(stage, stage.parts).state for stage in self.stages]
+        return [self.estimate(stage).state for stage in self.stages]
 
-    def plan(self) -> Plan:
-        """Return the full estimate, with bytes and waits of the slowest stage and memory of the fullest stage."""
-        plan = self._piped() if len(self.stages) > 1 else self.of_stage(0)
-        return replace(plan, options=self.known.options, choice=self.known.choice)
+    @property
+    def micro_batch(self) -> int:
+        """The microbatch of a device of the slowest stage, in samples."""
+        return self.micro_batch_size(self.stages[self._slowest])
 
-    def _piped(self) -> Plan:
-        seconds, memory = self.step_time_s, self.memory_gib
-        slowest = max(range(len(self.stages)), key=self._busy_s)
-        fullest = max(range(len(memory)), key=memory.__getitem__)
-        plan = self.of_stage(slowest)
-        state = {kind: nbytes / GIB for kind, nbytes in self.states[fullest].items()}
-        state["reserved"] = self.reserved_gib[fullest]
-        state["activations"] = memory[fullest] - sum(state.values())
-        mfu, hfu = utilization(self.config, self.description, self.devices, seconds)
-        sizes = [stage.sizes for stage in self.stages]
-        grids = [str(grid) for grid in sizes] if len(set(sizes)) > 1 else None
-        pipeline = replace(self.config.parallel.pipeline, microbatches=self.microbatches, stage_grids=grids)
-        return replace(
-            plan,
-            sizes=sizes[0],
-            stages=tuple(sizes),
-            pipeline=pipeline,
-            step_time_s=seconds,
-            idle_s=seconds - plan.step_time_s,
-            link_bytes=self.link_bytes,
-            memory=state,
-            mfu=mfu,
-            hfu=hfu,
-        )
+    @cached_property
+    def _slowest(self) -> int:
+        return max(range(len(self.stages)), key=self._busy_s) if len(self.stages) > 1 else 0
+
+    @property
+    def slowest(self) -> StepCost:
+        """The step of the slowest stage without waits for other stages."""
+        return self.of_stage(self._slowest)
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds for which the slowest stage waits for other stages."""
+        return self.step_time_s - self.slowest.step_time_s
+
+    @cached_property
+    def memory(self) -> dict[str, float]:
+        """The memory of a device of the fullest stage in GiB, as in ``StepCost``."""
+        if len(self.stages) == 1:
+            return self.of_stage(0).memory
+        fullest = max(range(len(self.stages)), key=self.stage_gib.__getitem__)
+        memory = {kind: nbytes / GIB for kind, nbytes in self.states[fullest].items()}
+        memory["reserved"] = self.reserved_gib[fullest]
+        return memory | {"activations": self.stage_gib[fullest] - sum(memory.values())}
+
+    @property
+    def memory_gib(self) -> float:
+        return sum(self.memory.values())
+
+    @cached_property
+    def mfu(self) -> float | None:
+        """Model FLOPs over the peak, without recomputation; None if the peak is unknown."""
+        return utilization(self.config, self.description, self.devices, self.step_time_s)[0]
+
+    @property
+    def hfu(self) -> float | None:
+        """Model FLOPs and recomputation over the peak; None if the peak is unknown."""
+        return utilization(self.config, self.description, self.devices, self.step_time_s)[1]
 
 
 def _tiles(layout: Layout, sizes: GridSizes) -> int:

@@ -11,9 +11,9 @@ from gpt4d.planner.atp import MeshPlan
 from gpt4d.planner.candidates import Ranking
 from gpt4d.planner.device import AXES
 from gpt4d.planner.duration import batch_text, duration
-from gpt4d.planner.estimate import Plan
 from gpt4d.planner.launching import command
 from gpt4d.planner.published import comparable, published_lines
+from gpt4d.planner.stages import PlanEstimate
 from gpt4d.planner.topology import node_size, total_gib
 
 _COLORS = {
@@ -27,7 +27,7 @@ _COLORS = {
 
 
 def as_json(
-    plans: list[Plan], config: Config | None = None, arguments: Sequence[str] = (), price: float | None = None
+    plans: list[PlanEstimate], config: Config | None = None, arguments: Sequence[str] = (), price: float | None = None
 ) -> str:
     """Return a JSON list, best first: overrides, times in s, bytes that a rank sends per step, memory in GiB.
 
@@ -38,18 +38,18 @@ def as_json(
     entries = [
         {
             "grid": plan.sizes._asdict(),
-            "rank_order": plan.rank_order,
+            "rank_order": plan.config.parallel.rank_order or "xy",
             "overrides": plan.overrides,
             "step_time_s": plan.step_time_s,
-            "compute_s": plan.compute_s,
-            "comm": plan.comm,
+            "compute_s": plan.slowest.compute_s,
+            "comm": plan.slowest.comm,
             "link_bytes": plan.link_bytes,
             "memory_gib": plan.memory_gib,
             "memory": plan.memory,
             "micro_batch_size": plan.micro_batch,
-            "stages": [sizes._asdict() for sizes in plan.stages],
-            "schedule": plan.pipeline.schedule if plan.pipeline else None,
-            "microbatches": plan.pipeline.microbatches if plan.pipeline else plan.share // plan.micro_batch,
+            "stages": [sizes._asdict() for sizes in plan.grids if len(plan.stages) > 1],
+            "schedule": plan.config.parallel.pipeline.schedule,
+            "microbatches": plan.microbatches,
             "idle_s": plan.idle_s,
             "mfu": plan.mfu,
             "hfu": plan.hfu,
@@ -60,7 +60,7 @@ def as_json(
     return json.dumps(entries, indent=1)
 
 
-def _run(plan: Plan, config: Config, arguments: Sequence[str], price: float | None) -> dict[str, Any]:
+def _run(plan: PlanEstimate, config: Config, arguments: Sequence[str], price: float | None) -> dict[str, Any]:
     run, description = duration(config, plan.devices, plan.step_time_s, price), registry.describe(config.model)
     found = comparable(plan, config)
     return {
@@ -79,7 +79,7 @@ def _run(plan: Plan, config: Config, arguments: Sequence[str], price: float | No
     }
 
 
-def runs(plans: list[Plan], config: Config, arguments: Sequence[str], price: float | None = None) -> str:
+def runs(plans: list[PlanEstimate], config: Config, arguments: Sequence[str], price: float | None = None) -> str:
     """Return two lines per plan: the duration of the run with its cost, and its command.
 
     A line about published runs follows the first duration. It is true for all plans.
@@ -111,14 +111,10 @@ def rates_line(cluster: ClusterConfig, devices: int) -> str:
 
 def table(config: Config, devices: int, ranking: Ranking) -> str:
     """Return a table of the ranking, and the reasons why other grids are missing."""
-    from rich import box
-    from rich.table import Table
-
-    axes = [axis for axis in AXES if any(axis in plan.comm for plan in ranking.plans)]
-    grid_table = Table(box=box.SIMPLE_HEAD, header_style="", title_justify="left", title_style="")
+    axes = [axis for axis in AXES if any(axis in plan.slowest.comm for plan in ranking.plans)]
     machine = f"{devices} device(s) of {config.cluster.name}"
-    grid_table.title = f"{model_text(config)} on {machine}, {batch_text(config)}, ordered by step time"
-    piped = any(plan.pipeline for plan in ranking.plans)
+    grid_table = titled(f"{model_text(config)} on {machine}, {batch_text(config)}, ordered by step time")
+    piped = any(len(plan.stages) > 1 for plan in ranking.plans)
     grid_table.add_column("grid x·y·z·data" + (" of each stage" if piped else ""), overflow="fold")
     if piped:
         grid_table.add_column("schedule")
@@ -128,14 +124,15 @@ def table(config: Config, devices: int, ranking: Ranking) -> str:
     if config.cluster.peak_tflops:
         grid_table.add_column("MFU", justify="right")
     for plan in ranking.plans:
-        exposed = (seconds(plan.comm[axis]["exposed_s"]) if axis in plan.comm else "" for axis in axes)
+        step, schedule = plan.slowest, plan.config.parallel.pipeline.schedule
+        exposed = (seconds(step.comm[axis]["exposed_s"]) if axis in step.comm else "" for axis in axes)
         cells = [plan.grid]
         if piped:
-            cells.append(f"{plan.pipeline.schedule} × {plan.pipeline.microbatches}" if plan.pipeline else "")
-        cells += [str(plan.micro_batch), seconds(plan.step_time_s), seconds(plan.compute_s)]
+            cells.append(f"{schedule} × {plan.microbatches}" if len(plan.stages) > 1 else "")
+        cells += [str(plan.micro_batch), seconds(plan.step_time_s), seconds(step.compute_s)]
         if piped:
-            cells.append(seconds(plan.idle_s) if plan.pipeline else "")
-        cells += [*exposed, seconds(plan.hidden_s), f"{plan.memory_gib:.1f} GiB"]
+            cells.append(seconds(plan.idle_s) if len(plan.stages) > 1 else "")
+        cells += [*exposed, seconds(step.hidden_s), f"{plan.memory_gib:.1f} GiB"]
         cells += [f"{plan.mfu:.0%}"] if plan.mfu else []
         grid_table.add_row(*cells)
     rates = rates_line(config.cluster, min(devices, node_size(config.cluster)))
@@ -181,7 +178,15 @@ def mesh_table(config: Config, devices: int, plans: list[MeshPlan]) -> str:
     return "\n".join(lines)
 
 
-def render(table) -> str:
+def titled(title: str) -> Any:
+    """Return an empty table of rich."""
+    from rich import box
+    from rich.table import Table
+
+    return Table(title=title, box=box.SIMPLE_HEAD, header_style="", title_justify="left", title_style="")
+
+
+def render(table: Any) -> str:
     """Return a table of rich as text without colors."""
     from rich.console import Console
 
@@ -213,16 +218,16 @@ def seconds(value: float) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
-def plan_line(plan: Plan) -> str:
+def plan_line(plan: PlanEstimate) -> str:
     """Return the parts of a step of one plan."""
-    exposed = (f"exposed {axis} {seconds(comm['exposed_s'])}" for axis, comm in plan.comm.items())
-    idle = [f"idle {seconds(plan.idle_s)}"] if plan.pipeline else []
+    exposed = (f"exposed {axis} {seconds(comm['exposed_s'])}" for axis, comm in plan.slowest.comm.items())
+    idle = [f"idle {seconds(plan.idle_s)}"] if len(plan.stages) > 1 else []
     mfu = [f"MFU {plan.mfu:.0%}"] if plan.mfu else []
-    parts = ", ".join([f"computation {seconds(plan.compute_s)}", *idle, *exposed, *mfu])
+    parts = ", ".join([f"computation {seconds(plan.slowest.compute_s)}", *idle, *exposed, *mfu])
     return f"a step takes {seconds(plan.step_time_s)}: {parts}"
 
 
-def plot(plans: list[Plan], title: str, path: Path) -> None:
+def plot(plans: list[PlanEstimate], title: str, path: Path) -> None:
     """Plot a bar per grid that ends at its step time: computation, exposed communication of each axis, idle time.
 
     A thin bar below shows the communication that computation hides.
@@ -240,12 +245,13 @@ def plot(plans: list[Plan], title: str, path: Path) -> None:
             panel.barh(places, seconds, left=start, height=0.6, color=color, label=label)
         start = [a + b for a, b in zip(start, seconds, strict=True)]
 
-    add([plan.compute_s for plan in plans], "computation", "#d9d9d9")
+    add([plan.slowest.compute_s for plan in plans], "computation", "#d9d9d9")
     for axis, color in _COLORS.items():
-        add([plan.comm.get(axis, {"exposed_s": 0.0})["exposed_s"] for plan in plans], f"exposed {axis}", color)
+        add([plan.slowest.comm.get(axis, {"exposed_s": 0.0})["exposed_s"] for plan in plans], f"exposed {axis}", color)
     add([plan.idle_s for plan in plans], "idle (pipeline)", "#ffbf5e")
     hidden = [place + 0.37 for place in places]
-    panel.barh(hidden, [plan.hidden_s for plan in plans], height=0.14, color="#555555", label="hidden communication")
+    overlapped = [plan.slowest.hidden_s for plan in plans]
+    panel.barh(hidden, overlapped, height=0.14, color="#555555", label="hidden communication")
     panel.set_yticks(places, [plan.grid for plan in plans])
     panel.invert_yaxis()
     panel.set_xlim(left=0)

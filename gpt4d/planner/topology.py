@@ -9,6 +9,7 @@ from gpt4d.config import ClusterConfig, Config, GridSizes, LevelConfig, Measured
 from gpt4d.parallel.stage_plan import strides
 
 ALL_TO_ALL = "all_to_all"
+SHIFT = "shift"  # a message of each rank to the next rank of its group
 _ALL = sys.maxsize  # devices of a node if the machine has one level of links
 
 
@@ -18,9 +19,17 @@ class RankSpan(NamedTuple):
     stride: int
     size: int
 
-    def local(self, node: int) -> int:
-        """Return the maximum number of ranks of a group on one node of ``node`` devices."""
-        return _ranks_within(self, node)
+    def local(self, devices: int) -> int:
+        """Return the maximum number of ranks of a group among ``devices`` neighbors, such as those of a node.
+
+        A group that fits but does not divide ``devices`` may cross a border, so only half of its ranks count.
+        """
+        reach = self.stride * self.size
+        if devices == _ALL:
+            return self.size
+        if reach <= devices and devices % reach:
+            return -(-self.size // 2)
+        return max(1, min(self.size, devices // self.stride))
 
     def nodes(self, node: int) -> int:
         """Return the number of nodes that a group spans."""
@@ -29,19 +38,6 @@ class RankSpan(NamedTuple):
     def sharing(self, node: int) -> int:
         """Return the number of groups that share one node's links to other nodes (4D paper, Eq. 10); at least 1."""
         return min(node, self.stride) if self.nodes(node) > 1 else 1
-
-
-def _ranks_within(span: RankSpan, devices: int) -> int:
-    """Return the number of ranks of a group among the same ``devices`` neighbors.
-
-    A group that fits but does not divide ``devices`` may cross a border, so only half of its ranks count.
-    """
-    reach = span.stride * span.size
-    if devices == _ALL:
-        return span.size
-    if reach <= devices and devices % reach:
-        return -(-span.size // 2)
-    return max(1, min(span.size, devices // span.stride))
 
 
 def spans(
@@ -152,7 +148,7 @@ def crossed_levels(cluster: ClusterConfig, span: RankSpan) -> list[CrossedLevel]
     for index, member_devices in _levels(cluster):
         level = cluster.levels[index]
         level_devices = member_devices * (level.ranks or 1) if index else span.stride * span.size * member_devices
-        ranks = _ranks_within(span, level_devices)
+        ranks = span.local(level_devices)
         members = -(-ranks // joined)
         if members > 1:
             crossed.append(CrossedLevel(level, members, min(member_devices, span.stride)))
@@ -191,7 +187,15 @@ def speed(cluster: ClusterConfig, kind: str, span: RankSpan) -> Speed:
     """Return the speed of the collective ``kind`` when all groups of an axis run it: measured, otherwise by levels."""
     if span.size == 1:
         return NO_TIME
-    return _measured_speed(cluster, kind, span) or _speed_by_levels(cluster, kind, span)
+    if measured := _measured_speed(cluster, "all_gather" if kind == SHIFT else kind, span):
+        # An all-gather in a ring has ``span.size - 1`` messages in sequence.
+        return measured._replace(latency_s=measured.latency_s / (span.size - 1)) if kind == SHIFT else measured
+    if kind not in (SHIFT, ALL_TO_ALL):
+        return _ring_speed(cluster, kind, span)
+    levels, ring = crossed_levels(cluster, span), _ring_speed(cluster, "all_gather", span)
+    latency_s = max(crossed.level.latency_us for crossed in levels) / 1e6
+    s_per_byte = _s_per_byte(levels) if kind == SHIFT else _exchange_s_per_byte(levels, span.size)
+    return Speed(latency_s, s_per_byte, ring.hidden, ring.across)
 
 
 def _measured_speed(cluster: ClusterConfig, kind: str, span: RankSpan) -> Speed | None:
@@ -219,42 +223,22 @@ def _leaving(local: int, nodes: int) -> float:
     return local * (nodes - 1) / (local * nodes - 1)
 
 
-def message_speed(cluster: ClusterConfig, span: RankSpan) -> Speed:
-    """Return the speed of a message of each rank to the next rank of its group.
-
-    A ring all-gather consists of ``span.size - 1`` such messages in sequence.
-    """
-    if span.size == 1:
-        return NO_TIME
-    if ring := _measured_speed(cluster, "all_gather", span):
-        return ring._replace(latency_s=ring.latency_s / (span.size - 1))
-    levels, ring = crossed_levels(cluster, span), _speed_by_levels(cluster, "all_gather", span)
-    latency_s = max(crossed.level.latency_us for crossed in levels) / 1e6
-    return Speed(latency_s, _s_per_byte(levels), ring.hidden, ring.across)
-
-
-def exchange_speed(cluster: ClusterConfig, span: RankSpan) -> Speed:
-    """Return the speed of an all-to-all, in seconds per byte that a rank sends to other ranks.
+def _exchange_s_per_byte(levels: list[CrossedLevel], size: int) -> float:
+    """Return the seconds of an all-to-all per byte that each of ``size`` ranks sends to other ranks.
 
     A rank sends equal parts to all ranks concurrently. All devices of a node share the links on which the parts for
     other nodes leave it.
     """
-    if span.size == 1:
-        return NO_TIME
-    if measured := _measured_speed(cluster, ALL_TO_ALL, span):
-        return measured
-    levels, ring = crossed_levels(cluster, span), _speed_by_levels(cluster, "all_gather", span)
     s_per_byte, near = 0.0, 1  # near: ranks of a group that the levels so far connect
     for level, members, sharing in levels:
-        reached = min(near * members, span.size)
-        sent = (reached - near) / (span.size - 1) * near * sharing  # by a member, for each byte that a device sends
+        reached = min(near * members, size)
+        sent = (reached - near) / (size - 1) * near * sharing  # by a member, for each byte that a device sends
         s_per_byte = max(s_per_byte, 1e-9 * sent / group_bandwidth(level, members))
         near = reached
-    latency_s = max(crossed.level.latency_us for crossed in levels) / 1e6
-    return Speed(latency_s, s_per_byte, ring.hidden, ring.across)
+    return s_per_byte
 
 
-def _speed_by_levels(cluster: ClusterConfig, kind: str, span: RankSpan) -> Speed:
+def _ring_speed(cluster: ClusterConfig, kind: str, span: RankSpan) -> Speed:
     """Return the speed of a ring. The slowest level crossed, whose links the groups of the axis share, determines it.
 
     On CPUs, ranks of a node exchange data through shared memory, and collectives have separate parts inside a host and

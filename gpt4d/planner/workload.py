@@ -168,3 +168,8 @@ def micro_batch_sizes(config: Config, sizes: GridSizes) -> list[int]:
     possible = [size for size in divisors(shares[-1])[::-1] if all(share % min(size, share) == 0 for share in shares)]
     choices = [given] if given is not None else possible
     return [size for size in choices if not chunk_problem(config.train, config.parallel, sizes, size)]
+
+
+def converts_weights(config: Config, sizes: GridSizes) -> bool:
+    """Return whether master weights are converted to the compute dtype without a gather, so that caching them pays."""
+    return sizes.z == 1 and compute_bytes(config) < MASTER_BYTES and config.model.lora is None

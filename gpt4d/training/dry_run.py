@@ -21,12 +21,11 @@ from gpt4d.config import (
 from gpt4d.data.corpus_files import corpus_files
 from gpt4d.data.megatron import Index
 from gpt4d.model import registry
-from gpt4d.plan import ParallelPlan
 from gpt4d.planner import tables
 from gpt4d.planner.duration import batch_text, duration
-from gpt4d.planner.fitting import Fit, fit
 from gpt4d.planner.published import published_lines
-from gpt4d.planner.topology import usable_gib
+from gpt4d.planner.stages import PlanEstimate
+from gpt4d.planner.topology import total_gib, usable_gib
 
 _FILES = ("text", "jsonl", "csv", "parquet", "arrow", "files", "chat", "pictures")  # sources that are globs of files
 
@@ -40,7 +39,7 @@ def dry_arguments(arguments: Sequence[str]) -> list[str]:
     return [*(argument for argument in arguments if argument != "--dry-run"), "run.dry=true"]
 
 
-def report(plan: ParallelPlan, config: Config, origins: Mapping[str, str]) -> str:
+def report(plan: PlanEstimate, config: Config, origins: Mapping[str, str]) -> str:
     """Return a readable description of a run of ``plan``.
 
     Args:
@@ -50,25 +49,23 @@ def report(plan: ParallelPlan, config: Config, origins: Mapping[str, str]) -> st
 
     Raises ConfigError if data cannot be read, or if the disk has no space for the first checkpoint.
     """
-    answer = fit(plan, config.cluster)
-    step, devices = answer.plan, sum(stage.sizes.devices for stage in plan.stages)
     lines = [
         ("run", f"{config.run.dir}: {config.model.name}, {plan.description.size}, {batch_text(config)}"),
         *(("from", f"{key}={value_of(config, key)}: {origin}") for key, origin in origins.items()),
         ("data", "; ".join(_data(config))),
-        ("grid", f"{step.grid} (x, y, z, data) on {devices} device(s) of {config.cluster.name}{_chosen(plan)}"),
-        ("memory", _memory(answer)),
-        ("time", f"{tables.plan_line(step)}"),
-        ("", str(duration(config, devices, step.step_time_s))),
-        *(("", line) for line in published_lines(step, config)),
-        ("rates", tables.rates_text(config.cluster, devices)),
+        ("grid", f"{plan.grid} (x, y, z, data) on {plan.devices} device(s) of {config.cluster.name}{_chosen(plan)}"),
+        ("memory", _memory(plan)),
+        ("time", f"{tables.plan_line(plan)}"),
+        ("", str(duration(config, plan.devices, plan.step_time_s))),
+        *(("", line) for line in published_lines(plan, config)),
+        ("rates", tables.rates_text(config.cluster, plan.devices)),
         ("disk", str(check_space(plan))),
     ]
     text = "\n".join(f"{name:7} {value}" for name, value in lines)
     return f"{text}\nThis was a dry run: nothing was started or written. Remove --dry-run to train."
 
 
-def _chosen(plan: ParallelPlan) -> str:
+def _chosen(plan: PlanEstimate) -> str:
     parts = [f"microbatches {plan.microbatches}"]
     if len(plan.stages) > 1:
         parts.append(f"schedule {plan.config.parallel.pipeline.schedule}")
@@ -77,11 +74,11 @@ def _chosen(plan: ParallelPlan) -> str:
     return f"; {', '.join(parts)}"
 
 
-def _memory(answer: Fit) -> str:
-    parts = ", ".join(f"{kind} {gib:.3g}" for kind, gib in answer.plan.memory.items())
-    text = f"{answer.plan.memory_gib:.4g} of {answer.device_gib:.4g} GiB of a device ({parts})"
-    tight = answer.plan.memory_gib > usable_gib(answer.config.cluster)
-    return f"{text}; less than cluster.margin={answer.config.cluster.margin:g} is free" if tight else text
+def _memory(plan: PlanEstimate) -> str:
+    cluster, needed = plan.config.cluster, plan.memory_gib
+    parts = ", ".join(f"{kind} {gib:.3g}" for kind, gib in plan.memory.items())
+    text = f"{needed:.4g} of {total_gib(cluster):.4g} GiB of a device ({parts})"
+    return f"{text}; less than cluster.margin={cluster.margin:g} is free" if needed > usable_gib(cluster) else text
 
 
 def _data(config: Config) -> Iterator[str]:

@@ -16,7 +16,7 @@ from gpt4d.optim.monitor import StepMetrics
 from gpt4d.parallel.stage import Stage
 from gpt4d.plan import ParallelPlan
 from gpt4d.planner.estimate import GIB
-from gpt4d.planner.stages import PipelineEstimate
+from gpt4d.planner.stages import PlanEstimate
 from gpt4d.planner.workload import training_state
 from gpt4d.runs.logger import RunFiles, of_loss
 from gpt4d.runtime import gpu
@@ -41,7 +41,7 @@ class StepMeter:
 
     def __init__(self, plan: ParallelPlan, stage: Stage, task: Task, hosts: list[str], log: RunFiles):
         self.stage, self.task, self.log = stage, task, log
-        self.devices = sum(stage_plan.sizes.devices for stage_plan in plan.stages)
+        self.devices = plan.devices
         self.stragglers = StragglerDetector(hosts)
         self.sample_flops = plan.description.training_flops(1, plan.config.train.seq_len)
         own = plan.description.stage(plan.stages[stage.index].parts)
@@ -142,18 +142,18 @@ class Validation:
         return of_loss(total, data.units, data.text_bytes())
 
 
-def summary(plan: ParallelPlan, stage: Stage) -> str:
+def summary(plan: PlanEstimate, stage: Stage) -> str:
     """Return the size of the model, the grid of each stage and the planned memory of a device as text."""
     config, dtype = plan.config, stage.weights.context.compute_dtype
     if config.train.precision == "auto":
         precision = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
         config = replace(config, train=replace(config.train, precision=precision))
-    estimate = PipelineEstimate.of(plan, config)
+    estimate = plan.with_config(config)
     lines = [
         f"{config.run.name}: {plan.description.size} in {str(dtype).removeprefix('torch.')} on "
         f"{stage.weights.device.type}, grid {' + '.join(str(s.sizes) for s in plan.stages)} (x, y, z, data)"
     ]
-    tensors_gib = [peak - gib for peak, gib in zip(estimate.memory_gib, estimate.reserved_gib, strict=True)]
+    tensors_gib = [peak - gib for peak, gib in zip(estimate.stage_gib, estimate.reserved_gib, strict=True)]
     for index, (state, peak) in enumerate(zip(estimate.states, tensors_gib, strict=True)):
         device = f"a device of stage {index}" if len(plan.stages) > 1 else "a device"
         parts = ", ".join(f"{kind} {nbytes / GIB:.3g}" for kind, nbytes in state.items())

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from gpt4d.parallel.stage import Stage
-from gpt4d.plan import ParallelPlan
-from gpt4d.planner.fitting import Fit, fit
+from gpt4d.planner.fitting import Fit
+from gpt4d.planner.stages import PlanEstimate
 from gpt4d.planner.topology import total_gib
 from gpt4d.runtime import gpu
 from gpt4d.runtime.errors import OutOfMemory
@@ -25,7 +25,7 @@ class MemoryWatch:
     The message needs the ``stage`` of the process, which is set once it is built.
     """
 
-    def __init__(self, plan: ParallelPlan, device: torch.device):
+    def __init__(self, plan: PlanEstimate, device: torch.device):
         self.plan, self.device = plan, device
         self.stage: Stage | None = None
 
@@ -42,15 +42,14 @@ class MemoryWatch:
             "the training step" if self.stage else "the start of the run"
         )
         with suppress(Exception):
-            answer = fit(self.plan, self.plan.config.cluster)
-            return f"out of memory in {where} ({self._sizes(answer)}): {_remedies(answer)}"
+            return f"out of memory in {where} ({self._sizes()}): {_remedies(self.plan)}"
         return f"out of memory in {where}; use a smaller train.micro_batch_size"
 
-    def _sizes(self, answer: Fit) -> str:
-        used, total = gpu.peak_memory_gib(self.device), answer.device_gib
+    def _sizes(self) -> str:
+        used, total = gpu.peak_memory_gib(self.device), total_gib(self.plan.config.cluster)
         if self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory / 2**30
-        return f"planned {answer.plan.memory_gib:.3g} GiB, used {used:.3g} of {total:.3g}"
+        return f"planned {self.plan.memory_gib:.3g} GiB, used {used:.3g} of {total:.3g}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -81,12 +80,12 @@ def _layer(traceback: TracebackType | None, stage: Stage | None) -> str | None:
     return weight.rpartition(".")[0] if weight else None
 
 
-def _remedies(answer: Fit) -> str:
+def _remedies(plan: PlanEstimate) -> str:
     """Return the settings, or the number of devices, with which a step needs less than was planned."""
-    cluster, reserved = answer.config.cluster, answer.plan.memory["reserved"]
-    limit = reserved + _SAVING * (min(total_gib(cluster), answer.plan.memory_gib) - reserved)
+    cluster, reserved = plan.config.cluster, plan.memory["reserved"]
+    limit = reserved + _SAVING * (min(total_gib(cluster), plan.memory_gib) - reserved)
     smaller = replace(cluster, memory_gib=limit, host_gib=None, margin=0.0)
-    tighter = Fit(replace(answer.config, cluster=smaller), answer.plan, smaller)
-    if changes := tighter.changes():
+    tighter = plan.with_config(replace(plan.config, cluster=smaller))
+    if changes := Fit(tighter, smaller).changes():
         return f"set {', or '.join(map(str, changes))}"
     return "use more devices, or a smaller model"

@@ -19,7 +19,7 @@ from gpt4d.optim.schedule import check_schedule, learning_rate
 from gpt4d.parallel.comm import collectives
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.stage import Stage
-from gpt4d.plan import ParallelPlan
+from gpt4d.planner.stages import PlanEstimate
 from gpt4d.runs.logger import RunFiles
 from gpt4d.runtime import activity, gpu, signals
 from gpt4d.runtime.activity import MAIN
@@ -43,7 +43,7 @@ class Trainer:
     the run. Raises ConfigError on every rank for mistakes that only the data or a checkpoint can show.
     """
 
-    def __init__(self, plan: ParallelPlan, device: torch.device, watchdog: Watchdog | None = None):
+    def __init__(self, plan: PlanEstimate, device: torch.device, watchdog: Watchdog | None = None):
         self.device, self.watchdog = device, watchdog
         self.hang_detector = HangDetector({}, plan.config.parallel.timeout_s, Path(plan.config.run.dir) / "hang")
         if watchdog:

@@ -27,9 +27,8 @@ from gpt4d.config.machine import this_machine
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.resharding import mesh, transfer
 from gpt4d.parallel.resharding.plan import plan
-from gpt4d.plan import ParallelPlan
 from gpt4d.planner.resolve import resolve
-from gpt4d.planner.stages import PipelineEstimate
+from gpt4d.planner.stages import PlanEstimate
 from gpt4d.runtime import consensus, hangs, watchdog
 from gpt4d.runtime import job as lifetime
 from gpt4d.runtime.job import JobContext, process_group
@@ -165,10 +164,9 @@ def _train_over_stages(case: GridCase, logs: Path, job: JobContext) -> tuple[dic
     return answers, found
 
 
-def _planned_gib(plan: ParallelPlan, cluster: ClusterConfig) -> float:
+def _planned_gib(plan: PlanEstimate, cluster: ClusterConfig) -> float:
     """Return the memory that the planner reserves on this rank's device for libraries and communicators."""
-    config = replace(plan.config, cluster=cluster)
-    estimate = PipelineEstimate(config, plan.description, plan.stages, plan.microbatches)
+    estimate = plan.with_config(replace(plan.config, cluster=cluster))
     return estimate.reserved_gib[plan.stage_of(dist.get_rank()).index]
 
 

@@ -286,7 +286,7 @@ def test_the_planner_predicts_the_step_times(check: Check) -> None:
         for run in measured:
             batch = [f"train.batch_size={run['micro_batch']}", "train.precision=bf16", f"cluster={cluster}"]
             config = validate(configured([*GPT_1B3.overrides(check.rehearsal), *batch]), 1).config
-            planned_s = Estimate(config, GridSizes()).plan(run["micro_batch"]).step_time_s
+            planned_s = Estimate(config, GridSizes()).step(run["micro_batch"]).step_time_s
             measured_s = run["step_time_s"]
             error = planned_s / measured_s - 1
             times = f"{planned_s * 1e3:.0f} ms planned, {measured_s * 1e3:.0f} ms measured ({error:+.1%})"

@@ -10,7 +10,6 @@ import torch
 from gpt4d.config import Config
 from gpt4d.parallel.layers import experts
 from gpt4d.planner import recording
-from gpt4d.planner.stages import PipelineEstimate
 from gpt4d.step import TrainStep
 from gpt4d.validation import validate
 from tests.support.grids import full
@@ -86,13 +85,12 @@ def bytes_of_a_step(config: Config, world_size: int) -> dict[str, float]:
 def test_links_between_stages_and_axes_send_the_planned_bytes(ranks, world_size, model, grid, overrides):
     config = settings(model, grid, *overrides)
     plan = validate(config, world_size)
-    estimate = PipelineEstimate.of(plan)
-    links, answers = estimate.link_bytes, ranks.run(world_size, bytes_of_a_step, config, world_size)
+    links, answers = plan.link_bytes, ranks.run(world_size, bytes_of_a_step, config, world_size)
     counted_links = {name for counted in answers for name in counted if name.startswith("stage ")}
     assert counted_links == links.keys() and (bool(links) == (len(plan.stages) > 1))
     assert all("context" in counted for counted in answers) == ("context" in grid)
     for index, stage in enumerate(plan.stages):
-        axes = estimate.of_stage(index).comm
+        axes = plan.of_stage(index).comm
         for counted in (answers[member] for member in stage.ranks):
             if len(plan.stages) > 1:
                 counted.pop("z", None)  # a stage may gather a weight once more than planned
@@ -153,7 +151,6 @@ def replayed(rows: list, own: int) -> Iterator[None]:
 def test_ranks_send_the_planned_bytes_of_their_routing(ranks, world_size, grid, overrides):
     config = settings(EXPERTS, grid, *overrides)
     plan = validate(config, world_size)
-    estimate = PipelineEstimate.of(plan)
     answers = ranks.run(world_size, recorded_step, config, world_size)
     for index, stage in enumerate(plan.stages):
         x, y, z, data = stage.sizes
@@ -161,7 +158,7 @@ def test_ranks_send_the_planned_bytes_of_their_routing(ranks, world_size, grid, 
         for place, member in enumerate(stage.ranks):
             counted, rows = answers[member]
             with replayed(rows, place // (x * y) % split):
-                axes = PipelineEstimate.of(plan).of_stage(index).comm
-            planned = {name: estimate.link_bytes[name] if "stage " in name else axes[name]["bytes"] for name in counted}
+                axes = plan.with_config(plan.config).of_stage(index).comm
+            planned = {name: plan.link_bytes[name] if "stage " in name else axes[name]["bytes"] for name in counted}
             assert counted == pytest.approx(planned, rel=1e-9)
     assert len({str(rows) for _, rows in answers}) > 1 or "z" not in counted, "equal routings of ranks show nothing"

@@ -7,6 +7,7 @@ import pytest
 from gpt4d.config import ClusterConfig, GridSizes, LevelConfig
 from gpt4d.planner import candidates, search, topology, workload
 from gpt4d.planner.estimate import Estimate
+from gpt4d.planner.options import levels
 from gpt4d.validation import validate
 from tests.support.planner_runs import ask, ranked
 from tests.support.settings import configured
@@ -30,11 +31,11 @@ def test_ranks_that_share_samples_share_the_products_equally(attention_tflops, w
     free = {"memory_gb_s": float("inf"), "operation_us": 0.0, "levels": [LevelConfig(None, float("inf"), None, 0.0)]}
     cluster = ClusterConfig(device="cuda", matmul_tflops=1.0, attention_tflops=attention_tflops, **free)
     config = replace(configured([*words, *SIZES, "train.batch_size=16"]), cluster=cluster)
-    alone = Estimate(config, GridSizes()).plan(16)
+    alone = levels(config)[0].step((GridSizes(),), 1)
     for context in (2, 4):
         shared = replace(config, parallel=replace(config.parallel, context=context))
-        plan = Estimate(shared, GridSizes(1, 1, context)).plan(16)
-        assert plan.compute_s == pytest.approx(alone.compute_s / context)
+        plan = levels(shared)[0].step((GridSizes(1, 1, context),), 1)
+        assert plan.slowest.compute_s == pytest.approx(alone.slowest.compute_s / context)
         flops = plan.step_time_s * plan.sizes.devices * (plan.mfu or 0)
         assert flops == pytest.approx(alone.step_time_s * (alone.mfu or 0))
 
@@ -44,16 +45,18 @@ def test_ranks_share_samples_if_there_are_fewer_samples_than_shards_of_the_batch
     plans = ranked(4, *words).plans
     assert {plan.sizes for plan in plans} == {*workload.grids(4)}
     for plan in plans:
-        assert plan.context == max(1, plan.sizes.batch_shards // 2)
-        assert (f"parallel.context={plan.context}" in plan.overrides) == (plan.context > 1)
+        context = plan.config.parallel.context
+        assert context == max(1, plan.sizes.batch_shards // 2)
+        assert (f"parallel.context={context}" in plan.overrides) == (context > 1)
         assert validate(configured([*words, *plan.overrides]), 4).sizes == plan.sizes
 
 
 def test_ranks_share_samples_if_a_step_does_not_fit_otherwise():
     config = configured([*LONG])
     plan = next(plan for plan in ranked(4, *LONG).plans if plan.sizes == GridSizes(z=4))
-    assert plan.context > 1 and plan.memory_gib <= topology.usable_gib(config.cluster)
-    fewer = replace(config, parallel=replace(config.parallel, context=plan.context // 2))
+    context = plan.config.parallel.context
+    assert context > 1 and plan.memory_gib <= topology.usable_gib(config.cluster)
+    fewer = replace(config, parallel=replace(config.parallel, context=context // 2))
     assert Estimate(fewer, plan.sizes).memory_gib(1) > topology.usable_gib(config.cluster)
     fewest = candidates.fewest_devices(config, 8)
     assert fewest and ranked(fewest, *LONG).plans
@@ -62,18 +65,19 @@ def test_ranks_share_samples_if_a_step_does_not_fit_otherwise():
 def test_more_ranks_share_samples_if_that_saves_recomputation():
     key = "train.activation_checkpointing"
     plan = next(plan for plan in ranked(4, *LONG, keys=(key,)).plans if plan.sizes == GridSizes(z=4))
-    assert plan.context > 1 and key not in plan.options
-    assert plan.step_time_s < Estimate(configured([*LONG, f"{key}=full"]), plan.sizes).plan(1).step_time_s
+    assert plan.config.parallel.context > 1 and key not in plan.options
+    assert plan.step_time_s < Estimate(configured([*LONG, f"{key}=full"]), plan.sizes).step(1).step_time_s
 
 
 def test_two_stages_share_samples_if_there_are_too_few():
     words = *FEW, "train.batch_size=2", "parallel.pipeline.stages=2", "train.steps=1"
     plans = ranked(8, *words).plans
-    assert any(plan.context > 1 for plan in plans)
-    for plan in plans[:3] + [plan for plan in plans if plan.context > 1][:2]:
+    shared = [plan for plan in plans if plan.config.parallel.context > 1]
+    assert shared
+    for plan in plans[:3] + shared[:2]:
         checked = validate(configured([*words, *plan.overrides]), 8)
-        assert tuple(stage.sizes for stage in checked.stages) == plan.stages
-        assert checked.config.parallel.context == plan.context
+        assert checked.stages == plan.stages
+        assert checked.config.parallel.context == plan.config.parallel.context
 
 
 def test_auto_and_the_command_choose_the_ranks_that_share_samples():
@@ -98,6 +102,6 @@ def test_the_planner_chooses_the_faster_exchange():
     assert best.choice["context_exchange"] == "ring"
     choice = {**best.choice, "context_exchange": "all_gather"}
     gathered = Estimate(replace(config, parallel=replace(config.parallel, **choice)), best.sizes)
-    assert gathered.plan(best.micro_batch).step_time_s > best.step_time_s
+    assert gathered.step(best.micro_batch).step_time_s > best.step_time_s
     fixed = replace(config, parallel=replace(config.parallel, context_exchange="all_gather"))
     assert all("context_exchange" not in plan.choice for plan in search.rank(fixed, 4, top=3).plans)

@@ -6,9 +6,8 @@ import pytest
 
 from gpt4d.config import ConfigError
 from gpt4d.planner.estimate import GIB
-from gpt4d.planner.fitting import fit
+from gpt4d.planner.fitting import Fit
 from gpt4d.planner.resolve import resolve
-from gpt4d.planner.stages import PipelineEstimate
 from gpt4d.planner.topology import usable_gib
 from gpt4d.validation import validate
 from tests.support.commands import TRAIN
@@ -40,15 +39,15 @@ def test_a_run_that_no_setting_helps_names_the_fewest_devices_and_their_grid():
 @pytest.mark.parametrize("stages", ["1", "2"])
 def test_every_change_fits_on_the_same_devices(stages):
     words = [*SMALL, f"parallel.pipeline.stages={stages}"]
-    needed = max(PipelineEstimate.of(resolve(configured(words), 2)).memory_gib)
+    needed = resolve(configured(words), 2).memory_gib
     tight = [*words, f"cluster.memory_gib={0.6 * needed}"]
     config = configured(tight)
-    answer = fit(resolve(config, 2), config.cluster)
+    answer = Fit(resolve(config, 2), config.cluster)
     assert not answer.fits and answer.plan.memory_gib == pytest.approx(needed)
     assert answer.changes()
     for change in answer.changes():
         changed = configured([*tight, *(f"{key}={value}" for key, value in change.settings.items())])
-        planned = max(PipelineEstimate.of(validate(changed, 2)).memory_gib)
+        planned = validate(changed, 2).memory_gib
         assert planned <= usable_gib(changed.cluster) + 1 / GIB
         assert planned == pytest.approx(change.plan.memory_gib)
 

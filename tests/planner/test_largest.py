@@ -5,7 +5,8 @@ import threading
 
 import pytest
 
-from gpt4d.planner import largest, progress
+from gpt4d.planner import __main__ as planner
+from gpt4d.planner import largest
 from gpt4d.planner.options import open_keys
 from gpt4d.planner.search import rank
 from tests.support.planner_runs import ask
@@ -36,12 +37,12 @@ def test_a_speed_is_that_of_the_planners_first_choice(monkeypatch):
 
 
 def test_a_terminal_shows_the_progress_of_a_long_search(monkeypatch, capsys):
-    monkeypatch.setattr(progress, "_SILENT_S", 0.0)
+    monkeypatch.setattr(planner, "_SILENT_S", 0.0)
     shown = threading.Event()
-    with progress.long_search():
+    with planner.long_search():
         assert not capsys.readouterr().err
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    with progress.long_search():
+    with planner.long_search():
         while "planning for 0 s" not in capsys.readouterr().err:
             shown.wait(0.001)
     assert capsys.readouterr().err.endswith("\r\033[K")

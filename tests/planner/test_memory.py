@@ -18,7 +18,6 @@ from gpt4d.parallel.layers import routing
 from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.plan import one_stage
 from gpt4d.planner.estimate import GIB, Estimate
-from gpt4d.planner.stages import PipelineEstimate
 from gpt4d.planner.workload import training_state
 from gpt4d.step import TrainStep, build_stage
 from gpt4d.validation import validate
@@ -266,7 +265,7 @@ def peak_of_stage(config: Config, world_size: int) -> tuple[int, int]:
 
 def check_peaks_of_stages(ranks, config: Config, world_size: int) -> list[int]:
     """Compare the planned peak of each stage with the largest peak of its ranks, and return the latter."""
-    planned = PipelineEstimate.of(validate(config, world_size)).memory_gib
+    planned = validate(config, world_size).stage_gib
     answers = ranks.run(world_size, peak_of_stage, config, world_size)
     taken = [max(nbytes for index, nbytes in answers if index == stage) for stage in range(len(planned))]
     assert [gib * GIB for gib in planned] == pytest.approx(taken, rel=0.1)
@@ -321,14 +320,13 @@ def test_links_between_stages_take_memory(stages, settings, links):
     words = overrides_of("llama", STAGES, f"{PIPELINE}stages={stages} train.batch_size=12", *settings)
     config = configured([*words, "cluster=local"])
     plan = validate(config, stages)
-    without = PipelineEstimate.of(plan)
-    estimate = PipelineEstimate.of(plan, replace(config, cluster=replace(config.cluster, communicator_gib=0.5)))
+    estimate = plan.with_config(replace(plan.config, cluster=replace(plan.config.cluster, communicator_gib=0.5)))
     expected = [0.5 * (count + (stages > 1)) for count in links]  # and the group of all ranks
     assert estimate.reserved_gib == expected
-    added = [one - other for one, other in zip(estimate.memory_gib, without.memory_gib, strict=True)]
+    added = [one - other for one, other in zip(estimate.stage_gib, plan.stage_gib, strict=True)]
     assert added == pytest.approx(expected)
-    assert estimate.plan().memory["reserved"] in expected
-    assert estimate.plan().memory_gib == pytest.approx(max(estimate.memory_gib))
+    assert estimate.memory["reserved"] in expected
+    assert estimate.memory_gib == pytest.approx(max(estimate.stage_gib))
 
 
 @pytest.mark.parametrize(("stages", "tied", "buffers"), [(1, False, [0]), (3, False, [1, 1, 1]), (2, True, [1, 1])])
@@ -337,9 +335,9 @@ def test_buffers_of_cuda_graphs_take_memory_in_pipelines(stages, tied, buffers):
     words += f" {PIPELINE}microbatches=6" if stages > 1 else ""
     config = configured([*overrides_of("llama", STAGES, words), "cluster=local", "cluster.device=cuda"])
     plan = validate(config, stages)
-    estimate, train = PipelineEstimate.of(plan), plan.config.train
-    without = PipelineEstimate.of(plan, replace(plan.config, train=replace(train, cuda_graphs=False)))
+    train = plan.config.train
+    without = plan.with_config(replace(plan.config, train=replace(train, cuda_graphs=False)))
     crossing = 2 * 2 * train.seq_len * 64 * 2  # a tensor of two sequences in bf16, and its copy
     table = 4 * plan.description.parameters["tokens.weight"].local_elements(GridSizes()) if tied else 0
-    added = [(a - b) * GIB for a, b in zip(estimate.memory_gib, without.memory_gib, strict=True)]
+    added = [(a - b) * GIB for a, b in zip(plan.stage_gib, without.stage_gib, strict=True)]
     assert added == pytest.approx([count * (crossing + table) for count in buffers])

@@ -13,7 +13,7 @@ from gpt4d.planner.device import Device, Links
 from gpt4d.planner.estimate import Estimate
 from gpt4d.planner.options import levels
 from gpt4d.planner.search import rank
-from gpt4d.planner.topology import ALL_TO_ALL, RankSpan, exchange_speed
+from gpt4d.planner.topology import ALL_TO_ALL, RankSpan, speed
 from gpt4d.planner.workload import grids
 from tests.support.planner_runs import ask
 from tests.support.settings import configured
@@ -32,7 +32,7 @@ NODES = ClusterConfig(
 def test_an_imbalance_costs_time_only_if_z_splits_the_experts():
     for sizes, slower in ((GridSizes(1, 1, 4, 1), True), (GridSizes(2, 2, 1, 1), False)):
         one, three = (
-            Estimate(configured([*MODEL, "cluster=perlmutter", f"model.imbalance={factor}"]), sizes).plan(1)
+            Estimate(configured([*MODEL, "cluster=perlmutter", f"model.imbalance={factor}"]), sizes).step(1)
             for factor in (1, 3)
         )
         assert (three.compute_s > one.compute_s, three.memory_gib > one.memory_gib) == (slower, slower)
@@ -57,14 +57,14 @@ def slowest_link_s(span: RankSpan, devices: int) -> float:
     "span", [RankSpan(*s) for s in ((1, 2), (1, 4), (1, 8), (1, 32), (2, 4), (2, 8), (4, 8), (8, 4))]
 )
 def test_an_exchange_takes_the_time_of_its_slowest_link(span):
-    found = exchange_speed(NODES, span)
+    found = speed(NODES, ALL_TO_ALL, span)
     assert (span.size - 1) * found.s_per_byte == pytest.approx(slowest_link_s(span, 64))
 
 
 def test_a_measured_exchange_leaves_more_nodes_with_more_bytes():
     measured = MeasuredConfig(ALL_TO_ALL, local=8, nodes=2, sharing=1, latency_us=30.0, gb_s=20.0, hidden=0.5)
     cluster = replace(NODES, measured=[measured])
-    two, four = (exchange_speed(cluster, RankSpan(1, size)) for size in (16, 32))
+    two, four = (speed(cluster, ALL_TO_ALL, RankSpan(1, size)) for size in (16, 32))
     assert (two.s_per_byte, two.latency_s, two.hidden) == pytest.approx((1 / 20e9, 30e-6, 0.5))
     assert four.s_per_byte / two.s_per_byte == pytest.approx((24 / 31) / (8 / 15))
 
@@ -73,9 +73,9 @@ def test_an_exchange_ends_when_the_larger_direction_has_ended():
     device = Device(NODES, Links(NODES, GridSizes(1, 1, 4, 1)))
     for sent, received in ((1e6, 3e6), (3e6, 1e6)):
         device.wait(device.start(ALL_TO_ALL, "z", sent, received))
-    speed = exchange_speed(NODES, RankSpan(1, 4))
+    found = speed(NODES, ALL_TO_ALL, RankSpan(1, 4))
     assert device.bytes["z"] == 4e6
-    assert device.time_s["z"] == pytest.approx(2 * (speed.latency_s + 3e6 * speed.s_per_byte))
+    assert device.time_s["z"] == pytest.approx(2 * (found.latency_s + 3e6 * found.s_per_byte))
 
 
 def test_the_search_splits_experts_over_z_where_that_is_fastest():

@@ -42,7 +42,7 @@ def test_searched_options_make_a_step_faster_or_possible():
     whole = configured([*LLAMA, "model.layers=32"])
     assert fewest_devices(whole, 64, KEYS) < fewest_devices(whole, 64)
     chosen = configured([*LLAMA, *free.overrides])
-    repeated = Estimate(chosen, free.sizes).plan(free.micro_batch)
+    repeated = Estimate(chosen, free.sizes).step(free.micro_batch)
     assert repeated.step_time_s == pytest.approx(free.step_time_s)
     assert repeated.memory_gib == pytest.approx(free.memory_gib)
 
@@ -77,10 +77,10 @@ def test_a_plan_without_its_options_is_estimated_with_the_same_unsharded_blocks(
     config, sizes = configured(SMALL), GridSizes(1, 1, 4, 1)
     search = Search(levels(config, KEYS), 4)
     whole = search.choices[-1].choosing(replicated_layers=2)
-    plan = with_fewer_options(search, whole.step((sizes,), config.train.batch_size // 4 // 4).plan())
+    plan = with_fewer_options(search, whole.step((sizes,), config.train.batch_size // 4 // 4))
     assert plan.choice == {"replicated_layers": 2} and plan.options != whole.options
     chosen = with_settings(config, {**plan.options, "parallel.replicated_layers": 2})
-    assert plan.step_time_s == Estimate(chosen, sizes).plan(plan.micro_batch).step_time_s
+    assert plan.step_time_s == Estimate(chosen, sizes).step(plan.micro_batch).step_time_s
 
 
 def test_a_plan_has_no_option_that_it_does_not_need():

@@ -103,7 +103,7 @@ def test_grids_whose_memory_limits_the_microbatch_split_tokens():
     words = *PERLMUTTER, "model.layers=4", "train.batch_size=256", ONE_STAGE
     (plan,) = (plan for plan in ranked(8, *words).plans if plan.sizes == GridSizes(8))
     whole = fewest_microbatches(levels(configured([*words]))[0], (plan.sizes,))
-    assert plan.choice["sequence_parallel"] and whole.microbatches > plan.share // plan.micro_batch
+    assert plan.choice["sequence_parallel"] and whole.microbatches > plan.microbatches
 
 
 def test_nothing_fits_on_less_than_the_fewest_devices():
@@ -156,7 +156,7 @@ def test_the_planner_chooses_whole_layers_with_their_memory():
     (best,) = rank(config, 8, top=1).plans
     assert best.sizes.z > 1 and best.choice["replicated_layers"] > 0
     chosen = configured([*SLOW_LINKS, "train.batch_size=16", *best.overrides])
-    assert Estimate(chosen, best.sizes).plan(best.micro_batch).step_time_s == pytest.approx(best.step_time_s)
+    assert Estimate(chosen, best.sizes).step(best.micro_batch).step_time_s == pytest.approx(best.step_time_s)
     split = replace(chosen, parallel=replace(chosen.parallel, replicated_layers=0))
     assert Estimate(split, best.sizes).memory_gib(best.micro_batch) < best.memory_gib
     small = replace(config, cluster=replace(config.cluster, memory_gib=best.memory_gib * 0.99))

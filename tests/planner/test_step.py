@@ -41,7 +41,7 @@ def config(cluster: ClusterConfig, *overrides: str) -> Config:
 
 def plan(cluster: ClusterConfig, sizes: GridSizes, *overrides: str):
     made = Estimate(config(cluster, *overrides), sizes)
-    return made.plan(made.config.train.micro_batch_size or made.share)
+    return made.step(made.config.train.micro_batch_size or made.share)
 
 
 def bytes_of(plan) -> dict[str, float]:

@@ -10,8 +10,8 @@ from gpt4d.config import ClusterConfig, Config, GridSizes, LevelConfig, Measured
 from gpt4d.model import registry
 from gpt4d.model.gpt2 import GPT2Config
 from gpt4d.parallel.comm import collectives
-from gpt4d.planner.device import KINDS, SHIFT, Device, Links, sent_bytes
-from gpt4d.planner.topology import RankSpan, crossed_levels, message_speed, node_size, paper_bandwidths, spans, speed
+from gpt4d.planner.device import KINDS, Device, Links, sent_bytes
+from gpt4d.planner.topology import SHIFT, RankSpan, crossed_levels, node_size, paper_bandwidths, spans, speed
 from gpt4d.planner.workload import all_reduced_bytes
 from tests.support.fake_time import FakeTime
 from tests.support.parallel_runs import axis_across_hosts
@@ -124,7 +124,7 @@ def test_a_measurement_overrides_the_speed_from_levels(device):
 def test_a_shift_takes_the_time_of_a_message_over_the_slowest_link(device, span, latency_us, gb_s):
     levels = LevelConfig(None, 100.0, latency_us=20.0), LevelConfig(4, 300.0, 100.0, latency_us=5.0)
     cluster = replace(NODES_OF_4, device=device, levels=list(levels))
-    found = message_speed(cluster, span)
+    found = speed(cluster, SHIFT, span)
     assert (found.latency_s, found.s_per_byte) == pytest.approx((latency_us / 1e6, 1e-9 / gb_s))
     assert found.before_s_per_byte == found.after_s_per_byte == 0
     assert found.hidden == speed(cluster, "all_gather", span).hidden
@@ -132,16 +132,16 @@ def test_a_shift_takes_the_time_of_a_message_over_the_slowest_link(device, span,
 
 def test_a_shift_takes_a_step_of_a_measured_all_gather():
     measured = MeasuredConfig("all_gather", local=4, nodes=2, sharing=1, latency_us=70.0, gb_s=4.0, hidden=0.5)
-    found = message_speed(replace(NODES_OF_4, measured=[measured]), RankSpan(1, 8))
+    found = speed(replace(NODES_OF_4, measured=[measured]), SHIFT, RankSpan(1, 8))
     assert (found.latency_s, found.s_per_byte, found.hidden) == pytest.approx((10e-6, 0.25e-9, 0.5))
 
 
 def test_a_device_counts_the_bytes_and_the_time_of_a_shift():
     device = Device(NODES_OF_4, Links(NODES_OF_4, GridSizes(8, 1, 1, 1)))
     device.do(SHIFT, "x", 3e6)
-    speed = message_speed(NODES_OF_4, RankSpan(1, 8))
+    found = speed(NODES_OF_4, SHIFT, RankSpan(1, 8))
     assert device.bytes["x"] == 3e6 == sent_bytes(SHIFT, 8, 3e6)
-    assert device.now == pytest.approx(speed.latency_s + 3e6 * speed.s_per_byte)
+    assert device.now == pytest.approx(found.latency_s + 3e6 * found.s_per_byte)
 
 
 def seconds_by_hosts(kind: str, nbytes: int) -> tuple[float, float]:

@@ -179,5 +179,5 @@ def test_equal_toy_blocks_are_grouped_and_extrapolated():
     first, second, *others = [block.kind for block in estimate.description.blocks]
     assert first != second and others == [first, second, first, second, first, second, first]
     walked = estimate.walk(1, estimate.description.blocks).run(8)
-    for axis, used in estimate.plan(1).comm.items():
+    for axis, used in estimate.step(1).comm.items():
         assert used["bytes"] == pytest.approx(walked.bytes[axis]), axis

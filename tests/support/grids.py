@@ -173,8 +173,8 @@ def bytes_sent(run_dir: str | Path) -> dict[str, float]:
 def bytes_planned(config: Config, sizes: GridSizes) -> object:
     """Return the planned bytes along each axis, compared with a tolerance because they are floating-point sums."""
     estimate = Estimate(config, sizes)
-    plan = estimate.plan(config.train.micro_batch_size or estimate.share)
-    return pytest.approx({axis: used["bytes"] for axis, used in plan.comm.items()}, rel=1e-9)
+    step = estimate.step(config.train.micro_batch_size or estimate.share)
+    return pytest.approx({axis: used["bytes"] for axis, used in step.comm.items()}, rel=1e-9)
 
 
 def grid_name(sizes: GridSizes) -> str:

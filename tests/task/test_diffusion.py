@@ -16,7 +16,6 @@ from gpt4d.checkpoint.checkpoint_dir import Checkpoint
 from gpt4d.config import ConfigError, GridSizes
 from gpt4d.model.unet import hugging_face as unet
 from gpt4d.model.unet.config import UNetConfig
-from gpt4d.planner.stages import PipelineEstimate
 from gpt4d.task.diffusion import save_images
 from gpt4d.task.diffusion_process import DiffusionProcess
 from gpt4d.validation import validate
@@ -116,7 +115,7 @@ def test_a_run_over_stages_equals_the_serial_run(ranks, tiny, serial, devices):
     ranks.run(devices, train_in_rank, config)
     assert_losses(config, serial)
     assert np.abs(pixels(config.run.dir) - pixels(serial.run.dir)).max() <= 1
-    links = PipelineEstimate.of(validate(config, devices)).link_bytes
+    links = validate(config, devices).link_bytes
     assert {name: nbytes for name, nbytes in bytes_sent(config.run.dir).items() if name in links} == links
 
 

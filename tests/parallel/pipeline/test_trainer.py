@@ -10,7 +10,6 @@ import pytest
 from gpt4d.parallel.pipeline import trace
 from gpt4d.parallel.pipeline.simulation import Costs, StageTransfer, Timeline, orders_of, simulate
 from gpt4d.parallel.pipeline.trace import StageTrace, timeline
-from gpt4d.planner.stages import PipelineEstimate
 from gpt4d.validation import validate
 from tests.support.faults import losses
 from tests.support.grids import bytes_sent, full, metric_lines, train_in_rank
@@ -62,7 +61,7 @@ def test_a_run_over_stages_equals_the_serial_run(ranks, tiny, serial, world_size
     losses, validations, sample = values(config)
     assert losses == pytest.approx(serial[0], rel=1e-5) and validations == pytest.approx(serial[1], rel=1e-5)
     assert sample == serial[2]
-    planned = PipelineEstimate.of(validate(config, world_size)).plan().comm["world"]["bytes"]
+    planned = validate(config, world_size).slowest.comm["world"]["bytes"]
     assert bytes_sent(config.run.dir)["world"] == pytest.approx(planned, rel=1e-9)
 
 
