@@ -78,7 +78,7 @@ class TransformerConfig(TextConfig):
     )
     vocab_size: int | None = setting(None, "number of token ids; null: the size of the tokenizer", **SIZE)
     vocab_multiple: int = setting(
-        128, "a divisor of the padded vocabulary, as is each stage's gx·gz", **SIZE, effect=Effect.ROUNDING
+        128, "a divisor of the padded vocabulary, as is x·z of each stage", **SIZE, effect=Effect.ROUNDING
     )
     max_positions: int = setting(256, "maximum length of a sequence", **SIZE)
     norm_epsilon: float = setting(1e-5, "addend of the variance in norms", at_least=0, at_most=1)

@@ -34,7 +34,6 @@ from gpt4d.config import (
 )
 from gpt4d.config.commands import one_line_errors
 from gpt4d.config.machine import COMMUNICATOR_GIB, peak_flops
-from gpt4d.model import registry
 from gpt4d.model.gpt2 import GPT2Config
 from gpt4d.parallel.comm import collectives
 from gpt4d.parallel.comm.collectives import Axis
@@ -44,8 +43,8 @@ from gpt4d.parallel.layers.attention import AttentionFunction
 from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.parallel.sharded_weights import compute_dtype
 from gpt4d.plan import one_stage
-from gpt4d.planner.device import KINDS, Links, sent_bytes
-from gpt4d.planner.step import StepWalk
+from gpt4d.planner.device import KINDS, sent_bytes
+from gpt4d.planner.estimate import Estimate
 from gpt4d.planner.topology import ALL_TO_ALL, RankSpan, place
 from gpt4d.runtime import gpu
 from gpt4d.runtime.consensus import all_gather_json, run_on_rank0
@@ -243,10 +242,8 @@ def _step_s(config: Config, cluster: ClusterConfig, **rates: Any) -> float:
     maximum of the times of its bytes and of its FLOPs.
     """
     free = dict.fromkeys(("memory_gb_s", "matmul_tflops", "attention_tflops"), float("inf")) | {"operation_us": 0.0}
-    config = replace(config, cluster=replace(cluster, **(free | rates)))
-    sizes, train = GridSizes(), config.train
-    description = registry.describe(config.model)
-    return StepWalk(config, description, sizes, Links(config.cluster, sizes), train.batch_size).run(1).compute_s
+    estimate = Estimate(replace(config, cluster=replace(cluster, **(free | rates))), GridSizes())
+    return estimate.walk(config.train.batch_size, estimate.description.blocks).run(1).compute_s
 
 
 def _training_step(config: Config, device: torch.device) -> Callable[[], object]:

@@ -143,15 +143,37 @@ class PendingCollective(NamedTuple):
     ends: float
 
 
-class Device:
+class ComputingDevice:
+    """Memory and rates of a device that computes layers (gpt4d.parallel.symbolic.stage.CommunicatingDevice)."""
+
+    def __init__(self, rates: Rates, compiled: bool, is_cpu: bool, imbalance: float = 1.0):
+        self.rates, self.compiled, self.is_cpu, self.imbalance = rates, compiled, is_cpu, imbalance
+        self.plans: dict[tuple, Any] = {}
+        self.numbers: Iterator[int] = itertools.count()
+        self.records, self.recomputation = True, None
+        self.held, self.peak = 0, 0.0
+
+    def hold(self, nbytes: int) -> None:
+        """Allocate memory until ``release``."""
+        self.held += nbytes
+        if self.held > self.peak:
+            self.peak = self.held
+
+    def release(self, nbytes: int) -> None:
+        self.held -= nbytes
+
+    def scratch(self, nbytes: float) -> None:
+        """Allocate memory and release it immediately, so that only the peak changes."""
+        if self.held + nbytes > self.peak:
+            self.peak = self.held + nbytes
+
+
+class Device(ComputingDevice):
     """Clock, traffic and memory of one device. Times in seconds, sizes in bytes."""
 
     def __init__(self, cluster: ClusterConfig, links: Links, compiled: bool = False):
-        self.links, self.compiled, self.is_cpu = links, compiled, cluster.device == "cpu"
-        self.plans: dict[tuple, Any] = {}  # gpt4d.parallel.symbolic.tensor.SymbolicDevice
-        self.numbers: Iterator[int] = itertools.count()
-        self.records, self.recomputation, self.imbalance = True, None, 1.0
-        self.rates = Rates.of(cluster)
+        super().__init__(Rates.of(cluster), compiled, cluster.device == "cpu")
+        self.links = links
         self.skew_s = cluster.skew_us / 1e6
         # The slowest of n devices, whose speeds have a normal distribution, determines a step.
         self.slowest = 1 + cluster.spread * math.sqrt(2 * math.log(links.sizes["world"]))
@@ -163,7 +185,6 @@ class Device:
         self.bytes: defaultdict[str, float] = defaultdict(float)
         self.time_s: defaultdict[str, float] = defaultdict(float)  # collectives, hidden or exposed
         self.exposed_s: defaultdict[str, float] = defaultdict(float)
-        self.held, self.peak = 0, 0.0
 
     def totals(self) -> tuple[float, ...]:
         """Return seconds so far, seconds of computation, then per axis: bytes, seconds, exposed seconds."""
@@ -218,17 +239,3 @@ class Device:
 
     def do(self, kind: str, axis: str, nbytes: float) -> None:
         self.wait(self.start(kind, axis, nbytes))
-
-    def hold(self, nbytes: int) -> None:
-        """Allocate memory until ``release``."""
-        self.held += nbytes
-        if self.held > self.peak:
-            self.peak = self.held
-
-    def release(self, nbytes: int) -> None:
-        self.held -= nbytes
-
-    def scratch(self, nbytes: float) -> None:
-        """Allocate memory and release it immediately, so that only the peak changes."""
-        if self.held + nbytes > self.peak:
-            self.peak = self.held + nbytes

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
@@ -226,7 +226,8 @@ class Estimate:
         self._further[micro_batch] = total
         return total
 
-    def walk(self, micro_batch: int, blocks: Collection[Unit], omitted: dict[str, int] | None = None) -> StepWalk:
+    def walk(self, micro_batch: int, blocks: Collection[Unit], omitted: Mapping[str, int] = {}) -> StepWalk:
+        """Return a step with some blocks; ``omitted``: numbers of equal blocks after a block, by its name."""
         return StepWalk(
             self.config,
             self.description,

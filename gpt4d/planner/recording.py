@@ -9,7 +9,6 @@ A block reuses the recording of another block of the same kind whose neighbors a
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import nullcontext
@@ -29,7 +28,7 @@ from gpt4d.parallel.symbolic.costs import Computation
 from gpt4d.parallel.symbolic.stage import MASTER_BYTES, SymbolicGrid, SymbolicLayer, SymbolicWeights
 from gpt4d.parallel.symbolic.tensor import Storage, SymbolicTensor, backward, leaf
 from gpt4d.parallel.weights import ComputeGradient
-from gpt4d.planner.device import Rates
+from gpt4d.planner.device import ComputingDevice, Rates
 from gpt4d.planner.events import DELAYED, Drop, Event, Gather, Key, Parameter, Scatter, Start, Term, Wait, Work
 from gpt4d.planner.workload import compiles, compute_bytes, splits_backwards
 
@@ -144,14 +143,11 @@ def compute_dtype(config: Config) -> str:
     return "float32" if compute_bytes(config) == MASTER_BYTES else "bfloat16"
 
 
-class _RecordingDevice:
-    """A device that records requests (gpt4d.parallel.symbolic.stage.CommunicatingDevice)."""
+class _RecordingDevice(ComputingDevice):
+    """A device that records requests. Seconds and memory count from the last event."""
 
     def __init__(self, settings: Settings, places: dict[str, int], imbalance: float):
-        self.compiled, self.is_cpu, self.rates = settings.compiled, settings.is_cpu, settings.rates
-        self.plans: dict[tuple, Any] = {}
-        self.numbers: Iterator[int] = itertools.count()
-        self.records, self.recomputation, self.imbalance = True, None, imbalance
+        super().__init__(settings.rates, settings.compiled, settings.is_cpu, imbalance)
         self.places = places  # indices of the blocks, by name
         self.sizes = {**settings.sizes._asdict(), "none": 1}
         self.segments: list[Segment] = []
@@ -161,7 +157,7 @@ class _RecordingDevice:
         self._in_block = False  # the last gathered weight belongs to a block
         self._keys = 0  # number of keys in the current segment
         self._counts: dict[tuple[str, int], int] = {}  # number of keys in each earlier segment
-        self._seconds, self._held, self._peak = 0.0, 0, 0.0
+        self._seconds = 0.0
 
     def compute(self, computation: Computation) -> None:
         seconds = self.rates.seconds(computation)
@@ -173,17 +169,6 @@ class _RecordingDevice:
             and self.segments[-1].phase == FORWARD
         ):
             self.products[self.segments[-1].place].append(seconds)
-
-    def hold(self, nbytes: int) -> None:
-        self._held += nbytes
-        if self._held > self._peak:
-            self._peak = self._held
-
-    def release(self, nbytes: int) -> None:
-        self._held -= nbytes
-
-    def scratch(self, nbytes: float) -> None:
-        self._peak = max(self._peak, self._held + nbytes)
 
     def start(self, kind: str, axis: str, nbytes: float, received: float = 0.0) -> Any:
         key = self._new_key()
@@ -238,7 +223,7 @@ class _RecordingDevice:
         first, result, held = self._computed(compute, None)
         assert result.storage is not None
         further, _, more = self._computed(compute, result.like())
-        self._held -= more - (held - result.storage.nbytes)
+        self.held -= more - (held - result.storage.nbytes)
         self._flush(further)
         self.kept.append(result)
         events.append(Scatter(self._parameter(name), first, further, result.shape, result.dtype))
@@ -264,10 +249,10 @@ class _RecordingDevice:
         self.segments[-1].events.append(event)
 
     def _flush(self, events: list[Event] | None = None) -> None:
-        if self.segments and (self._seconds or self._held or self._peak):
+        if self.segments and (self._seconds or self.held or self.peak):
             events = self.segments[-1].events if events is None else events
-            events.append(Work(self._seconds, self._held, self._peak))
-        self._seconds, self._held, self._peak = 0.0, 0, 0.0
+            events.append(Work(self._seconds, self.held, self.peak))
+        self._seconds, self.held, self.peak = 0.0, 0, 0.0
 
     def _enter(self, phase: str, name: str) -> None:
         """Begin the segment of the block that owns a weight, unless a later segment of the phase has begun."""

@@ -18,7 +18,7 @@ from gpt4d.planner.device import Device, Links
 from gpt4d.planner.events import DELAYED, Drop, Event, Gather, Key, Parameter, Scatter, Start, Term, Wait, Work
 from gpt4d.planner.recording import Settings, compute_dtype, recording_of
 from gpt4d.planner.update import update, update_memory
-from gpt4d.planner.workload import compiles, compute_bytes, splits_backwards, training_state
+from gpt4d.planner.workload import compiles, compute_bytes, splits_backwards
 
 
 class StepWalk:
@@ -31,9 +31,9 @@ class StepWalk:
         links: the speed of its collectives.
         micro_batch: samples of a microbatch on one device.
         cached: names of the units with cached unsharded weights.
-        blocks: names of the blocks to compute; None: all.
+        blocks: names of the blocks to compute.
         omitted: number of equal blocks after a block, by its name. Only their memory is counted.
-        gradient_bytes: bytes of all gradients of the model on one device; None: only of the computed blocks.
+        gradient_bytes: bytes of all gradients of the model on one device.
         continued_bytes: bytes that the full model keeps in use between two microbatches.
     """
 
@@ -44,14 +44,12 @@ class StepWalk:
         sizes: GridSizes,
         links: Links,
         micro_batch: int,
-        cached: Collection[str] = (),
-        blocks: Collection[str] | None = None,
-        omitted: Mapping[str, int] | None = None,
-        gradient_bytes: int | None = None,
-        continued_bytes: int = 0,
+        cached: Collection[str],
+        blocks: Collection[str],
+        omitted: Mapping[str, int],
+        gradient_bytes: int,
+        continued_bytes: int,
     ):
-        if blocks is None:
-            blocks = [unit.name for unit in description.blocks]
         self.recording = recording_of(description, blocks, Settings.of(config, sizes, micro_batch))
         self.config, self.description, self.sizes = config, description.with_blocks(blocks), sizes
         self.device = Device(config.cluster, links, compiles(config))
@@ -59,13 +57,11 @@ class StepWalk:
         self.prefixes = [f"{name}." for name in names]
         self.splits_backwards = splits_backwards(config)
         self.update_bytes = update_memory(description.parameter_counts, sizes, config.optim, compute_bytes(config))
-        self.omitted = {names.index(name): count for name, count in (omitted or {}).items()}
+        self.omitted = {names.index(name): count for name, count in omitted.items()}
         weights = self.description.weights_of(cached)
         for_step = config.parallel.cache_scope == "step"
         self.cached = frozenset() if for_step else weights
         self.cached_for_step = weights if for_step else frozenset()
-        if gradient_bytes is None:
-            gradient_bytes = training_state(self.description, sizes, config.optim)["gradients"]
         self.gradient_bytes, self.continued_bytes = gradient_bytes, continued_bytes
 
     def run(self, microbatches: int, continued: bool = False, last: int | None = None) -> Device:

@@ -5,9 +5,8 @@ import pytest
 from gpt4d.config import GridSizes
 from gpt4d.model import registry
 from gpt4d.planner import recording
-from gpt4d.planner.device import Links
+from gpt4d.planner.estimate import Estimate
 from gpt4d.planner.recording import Settings, few_blocks, recording_of
-from gpt4d.planner.step import StepWalk
 from tests.support.grids import full
 from tests.support.settings import configured
 
@@ -27,8 +26,7 @@ GRID, MICRO_BATCH = GridSizes(2, 2, 2, 1), 2
 
 def walked(description, config) -> tuple[float, ...]:
     """Return the seconds, bytes and memory of a step."""
-    cached = description.cached_units(config.parallel.cache_layers)
-    walk = StepWalk(config, description, GRID, Links(config.cluster, GRID), MICRO_BATCH, cached)
+    walk = Estimate(config, GRID, description).walk(MICRO_BATCH, description.blocks)
     device = walk.run(3)
     return *device.totals(), device.peak, device.held, *sum(walk.after_forward + walk.after_backward, ())
 

@@ -15,9 +15,7 @@ from gpt4d.optim.schedule import learning_rate
 from gpt4d.parallel.grid import Grid
 from gpt4d.plan import one_stage
 from gpt4d.planner import search, tables
-from gpt4d.planner.device import Links
 from gpt4d.planner.estimate import Estimate
-from gpt4d.planner.step import StepWalk
 from gpt4d.planner.workload import training_state
 from gpt4d.step import build_stage
 from gpt4d.validation import validate
@@ -133,7 +131,7 @@ def test_parameters_of_the_toy_are_as_described():
 def test_a_planned_step_ends_with_only_gradients_held(model, checkpointing):
     config = configure(f"model={model}", "train.seq_len=4", f"train.activation_checkpointing={checkpointing}")
     description = registry.describe(config.model)
-    step = StepWalk(config, description, GRID, Links(config.cluster, GRID), 4)
+    step = Estimate(config, GRID, description).walk(4, description.blocks)
     assert step.run(2).held == training_state(description, GRID, config.optim)["gradients"]
 
 
@@ -145,10 +143,8 @@ def test_without_input_gradient_a_backward_plans_no_gather_and_no_sum():
     weights = description.probe.weights(first), description.probe.weights(last)
     used = (("input.weight",), ()), (("output.weight",), ("output.weight",))  # in forward and backward
     assert tuple((each.forward, each.backward) for each in weights) == used
-    walks = (
-        StepWalk(config, replace(description, parts=((unit,),)), GRID, Links(config.cluster, GRID), 4).run(1)
-        for unit in (first, last)
-    )
+    alone = (replace(description, parts=((unit,),)) for unit in (first, last))
+    walks = (Estimate(config, GRID, each).walk(4, each.blocks).run(1) for each in alone)
     of_first, of_last = (walk.bytes for walk in walks)
     rows = 4 * 3
     # An all-reduce of two ranks sends its bytes once.
