@@ -27,9 +27,9 @@ from gpt4d.data.chat_template import all_templates, limits, template_for
 from gpt4d.data.conversations import Conversation, Unread, parse, row_of, unread_keys
 from gpt4d.parallel.stage import Stage
 from gpt4d.runtime.consensus import run_on_rank0
-from gpt4d.runtime.errors import one_line
+from gpt4d.runtime.errors import one_line, warn
+from gpt4d.runtime.files import replace_file, required_file
 from gpt4d.runtime.launch import Launch
-from gpt4d.runtime.writing import replace_file, required_file, warn
 from gpt4d.task import registry as tasks
 from gpt4d.task.generation import continued, prompt_lines
 from gpt4d.task.task import InferenceConfig, Sampling

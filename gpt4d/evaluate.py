@@ -26,9 +26,8 @@ from gpt4d.evaluation.tasks import Tasks, check_names, result_values, results_ta
 from gpt4d.plan import ParallelPlan
 from gpt4d.runs.logger import last_elapsed_s
 from gpt4d.runtime.consensus import run_on_rank0
-from gpt4d.runtime.files import read_json_lines
+from gpt4d.runtime.files import LineLog, read_json_lines, replace_file, required_file
 from gpt4d.runtime.launch import Launch
-from gpt4d.runtime.writing import LineLog, replace_file, required_file
 from gpt4d.task import registry as tasks
 from gpt4d.task.task import InferenceConfig
 

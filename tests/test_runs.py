@@ -24,7 +24,7 @@ from gpt4d.runs.logger import last_elapsed_s
 from gpt4d.runs.plots import plot_losses
 from gpt4d.runs.summary import Run, State, differences, differing_keys, find_runs, state_of
 from gpt4d.runs.tables import console, runs_table
-from gpt4d.runtime.writing import read_log
+from gpt4d.runtime.files import read_log
 from gpt4d.trackers.run_trackers import RunTrackers
 from gpt4d.training.run import train
 from tests.support.commands import wrong_messages

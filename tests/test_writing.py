@@ -15,7 +15,7 @@ from gpt4d.parallel.resharding import __main__ as reshardings
 from gpt4d.planner import __main__ as planner
 from gpt4d.runs import starts
 from gpt4d.runs.lock import DirectoryLock
-from gpt4d.runtime import writing
+from gpt4d.runtime import files
 from gpt4d.runtime.files import read_json_lines
 from tests.support.commands import wrong_messages
 from tests.support.damage import DAMAGES, NOT_FILES
@@ -30,7 +30,7 @@ class Disk:
 
     def __init__(self, monkeypatch, free):
         self.free, self.write = free, os.write
-        monkeypatch.setattr(writing.os, "write", self)
+        monkeypatch.setattr(files.os, "write", self)
 
     def __call__(self, descriptor, content):
         written = self.write(descriptor, content[: self.free])
@@ -44,7 +44,7 @@ def test_a_log_writes_the_lines_of_a_full_disk_once_it_has_space(tmp_path, monke
     path = tmp_path / "log"
     path.write_text("a line that a crash has cu")
     disk = Disk(monkeypatch, 15)
-    log = writing.LineLog(path)
+    log = files.LineLog(path)
     for number in range(4):
         log.append(f"line {number}")
     assert path.read_text() == "a line that a crash has cu\nline 0\nline 1\n"[:41]
@@ -60,14 +60,14 @@ def test_a_log_writes_the_lines_of_a_full_disk_once_it_has_space(tmp_path, monke
 
 def test_a_file_is_replaced_completely_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "file"
-    writing.replace_file(path, "old")
+    files.replace_file(path, "old")
 
     def fail(self, *_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
         patch.setattr(os, "fsync", fail)  # before the file is renamed
-        writing.replace_file(path, "new")
+        files.replace_file(path, "new")
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["file"]
 
 
@@ -140,7 +140,7 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path):
         (schedules.main, [plot], full_disk),
         (reshardings.main, [*resharding, plot], full_disk),
         (planner.main, ["world_size=2", "model=gpt_tiny", "top=1", plot], full_disk),
-        (writing.LineLog, tmp_path / "log", f"{tmp_path}/log: Is a directory"),
+        (files.LineLog, tmp_path / "log", f"{tmp_path}/log: Is a directory"),
         (lambda path: new_directory(path).__enter__(), tmp_path / ("x" * 300), "out= … File name too long"),
         (schedules.main, ["forward=0", "backward=0"], "forward=0 backward=0: a stage without work"),
     ]

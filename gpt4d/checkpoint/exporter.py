@@ -24,8 +24,7 @@ from gpt4d.data import tokenizers, transformers_tokenizer
 from gpt4d.model import registry
 from gpt4d.model.family import HuggingFaceAdapter
 from gpt4d.runs import starts
-from gpt4d.runtime.files import read_json_lines
-from gpt4d.runtime.writing import required_file
+from gpt4d.runtime.files import read_json_lines, required_file
 from gpt4d.task.averages import PREFIX
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -9,8 +9,8 @@ from pathlib import Path
 from gpt4d.checkpoint import checkpoint_dir
 from gpt4d.checkpoint.tensor_files import Damaged
 from gpt4d.config import ConfigError
+from gpt4d.runtime.errors import warn
 from gpt4d.runtime.files import sync
-from gpt4d.runtime.writing import warn
 
 _PARTIAL, _REMOVED, _DAMAGED = ".partial", ".removed", ".damaged"
 BEST = "best"  # link to the checkpoint with the lowest validation loss

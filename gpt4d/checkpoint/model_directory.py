@@ -9,8 +9,7 @@ from typing import Any
 
 from gpt4d.config import ConfigError
 from gpt4d.model.family import Family, HuggingFaceAdapter
-from gpt4d.runtime.files import sync
-from gpt4d.runtime.writing import file_error
+from gpt4d.runtime.files import file_error, sync
 
 
 def adapter_of(family: Family) -> HuggingFaceAdapter:

@@ -20,8 +20,7 @@ from gpt4d.data.sampler import integer_shares
 from gpt4d.data.tokens import ALL, TokenFiles
 from gpt4d.runtime import activity
 from gpt4d.runtime.consensus import all_gather_json, run_on_all_ranks, run_on_rank0
-from gpt4d.runtime.files import FileEntry, read_regular
-from gpt4d.runtime.writing import replace_file, required_file
+from gpt4d.runtime.files import FileEntry, read_regular, replace_file, required_file
 
 FILE = "verified.json"
 _NAME = "verifying token files"

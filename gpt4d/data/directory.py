@@ -10,8 +10,8 @@ from pathlib import Path
 
 from gpt4d.config import HEADER, DataConfig
 from gpt4d.runtime import activity
-from gpt4d.runtime.files import sync, write_file
-from gpt4d.runtime.writing import required_file, warn
+from gpt4d.runtime.errors import warn
+from gpt4d.runtime.files import required_file, sync, write_file
 
 SPLITS = ("train", "validation")
 REPORT_INTERVAL_S = 2.0

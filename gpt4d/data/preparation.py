@@ -28,9 +28,9 @@ from gpt4d.data.conversations import Conversation, Unread
 from gpt4d.data.directory import SPLITS, ReportTimer, clear, write_once
 from gpt4d.data.documents import Document, is_held_out
 from gpt4d.data.tokens import PartWriter, TokenFiles
-from gpt4d.runtime.files import counts, sync, write_file
+from gpt4d.runtime.errors import warn
+from gpt4d.runtime.files import counts, replace_file, sync, write_file
 from gpt4d.runtime.parent import end_with_parent
-from gpt4d.runtime.writing import replace_file, warn
 
 PROGRESS = "progress.json"
 PART_TOKENS = 1 << 26  # training tokens per part, the maximum that an interruption loses

@@ -10,8 +10,7 @@ from http.client import responses
 from typing import Any, TypeVar
 
 from gpt4d.data.checks import check_remote
-from gpt4d.runtime.errors import Unavailable, one_line
-from gpt4d.runtime.writing import warn
+from gpt4d.runtime.errors import Unavailable, one_line, warn
 
 T = TypeVar("T")
 _abandoned = threading.Event()  # set by ``abandon``, which replaces it for later reads

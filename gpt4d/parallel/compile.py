@@ -18,7 +18,7 @@ from typing import ParamSpec, TypeVar
 from gpt4d.config import ConfigError
 from gpt4d.parallel.lazy import torch
 from gpt4d.runtime import compile_cache
-from gpt4d.runtime.writing import warn
+from gpt4d.runtime.errors import warn
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

@@ -58,8 +58,8 @@ from gpt4d.planner.resolve import resolve
 from gpt4d.planner.search import check_open, rank
 from gpt4d.planner.stages import PlanEstimate
 from gpt4d.planner.topology import for_devices, usable_gib
+from gpt4d.runtime.files import required_file
 from gpt4d.runtime.launchers import LARGEST_DEVICES
-from gpt4d.runtime.writing import required_file
 
 _OTHER_NAMES = "gpus", "devices", "num_gpus", "n_gpus", "ngpus"  # of world_size
 _SILENT_S = 1.0  # time after which a terminal shows progress, and interval of its updates

@@ -48,10 +48,10 @@ from gpt4d.planner.estimate import Estimate
 from gpt4d.planner.topology import ALL_TO_ALL, RankSpan, place
 from gpt4d.runtime import gpu
 from gpt4d.runtime.consensus import all_gather_json, run_on_rank0
+from gpt4d.runtime.files import required_file
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
 from gpt4d.runtime.watchdog import Watchdog
-from gpt4d.runtime.writing import required_file
 from gpt4d.step import TrainStep, build_stage
 
 MIN_MEASURED_S = 0.2  # duration of a measurement: longer than a time slice of the operating system

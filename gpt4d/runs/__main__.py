@@ -35,7 +35,7 @@ from gpt4d.config.commands import one_line_errors
 from gpt4d.runs import plots
 from gpt4d.runs.summary import Run, differences, find_runs, open_run
 from gpt4d.runs.tables import console, differences_table, runs_table
-from gpt4d.runtime.writing import required_file
+from gpt4d.runtime.files import required_file
 
 
 @dataclass

@@ -18,9 +18,9 @@ from typing import IO, NamedTuple
 
 from gpt4d.config import ConfigError
 from gpt4d.runtime import activity
+from gpt4d.runtime.errors import warn
 from gpt4d.runtime.files import open_regular
 from gpt4d.runtime.launchers import number
-from gpt4d.runtime.writing import warn
 
 RUN_LOCK, SWEEP_LOCK = "lock", "sweep.lock"
 # A file server releases the locks of a node that has crashed after its lease, which is about 90 s.

@@ -14,7 +14,8 @@ from gpt4d.runs.history import History
 from gpt4d.runs.lock import DirectoryLock
 from gpt4d.runs.plots import plot_losses
 from gpt4d.runs.tables import duration
-from gpt4d.runtime.writing import LineLog, read_log, replace_when_complete, required_file, warn
+from gpt4d.runtime.errors import warn
+from gpt4d.runtime.files import LineLog, read_log, replace_when_complete, required_file
 from gpt4d.trackers.run_trackers import RunTrackers, start_trackers
 
 _LARGEST_EXPONENT = 700.0  # math.exp overflows above 709

@@ -18,8 +18,7 @@ import yaml
 
 from gpt4d.config import CONFIG_DIR, Change, Config, ConfigError, changes, check_changes, recorded_settings
 from gpt4d.runtime import activity
-from gpt4d.runtime.files import open_regular, read_json_lines
-from gpt4d.runtime.writing import read_log, replace_file, required_file
+from gpt4d.runtime.files import open_regular, read_json_lines, read_log, replace_file, required_file
 
 _FILE = "starts.jsonl"
 _PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "numpy")

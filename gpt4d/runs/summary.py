@@ -12,7 +12,7 @@ from typing import Any
 from gpt4d.config import Change, ConfigError, Effect, effect_of, flattened
 from gpt4d.runs import lock, starts
 from gpt4d.runs.history import History, Point
-from gpt4d.runtime.writing import required_file
+from gpt4d.runtime.files import required_file
 
 _NOT_RUNS = {"checkpoints", "configs", "traces", "hang"}  # directories inside a run
 _RECENT_S = 120.0

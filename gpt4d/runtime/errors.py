@@ -1,4 +1,6 @@
-"""Errors of users and of single ranks, which every command reports in one line (``gpt4d.config.commands``)."""
+"""Errors of users and of single ranks, which commands print in one line (``gpt4d.config.commands``), and warnings."""
+
+import sys
 
 from gpt4d.runtime.signals import EXIT_CODE
 
@@ -61,3 +63,8 @@ class OutOfMemory(RankError):
 def one_line(error: object) -> str:
     """Return a library's error, or a text, as one line of limited length; the type of an error without a message."""
     return printable(" ".join(str(error).split())[:300]) or type(error).__name__
+
+
+def warn(problem: str) -> None:
+    """Print a warning of one line."""
+    print(f"warning: {problem}", file=sys.stderr, flush=True)

@@ -17,7 +17,7 @@ from gpt4d.model.parts import Part
 from gpt4d.parallel.pipeline.runtime import forward_over_stages
 from gpt4d.parallel.stage import Stage
 from gpt4d.runtime.consensus import run_on_all_ranks, run_on_rank0
-from gpt4d.runtime.writing import optional_file, required_file
+from gpt4d.runtime.files import optional_file, required_file
 from gpt4d.task.diffusion_process import DiffusionProcess
 from gpt4d.task.generation import exchange_for
 from gpt4d.task.patch_statistics import frechet_distance, patch_statistics

@@ -31,7 +31,7 @@ from gpt4d.parallel.layers.sequence import Documents, own_segments
 from gpt4d.parallel.stage import Stage
 from gpt4d.runtime import activity
 from gpt4d.runtime.consensus import run_on_all_ranks, run_on_rank0
-from gpt4d.runtime.writing import warn
+from gpt4d.runtime.errors import warn
 from gpt4d.step import mask_replicas
 from gpt4d.task.generation import continuations, continued, prompt_lines
 from gpt4d.task.reading import ReadingTask

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from gpt4d.config import Config, ConfigError, flattened
 from gpt4d.runtime import activity
-from gpt4d.runtime.files import read_regular
-from gpt4d.runtime.writing import replace_file, required_file, warn
+from gpt4d.runtime.errors import warn
+from gpt4d.runtime.files import read_regular, replace_file, required_file
 from gpt4d.trackers.backends import MlflowTracker, TensorBoardTracker, Tracker, TrackioTracker, WandbTracker
 
 _NOT_IN_TAGS = re.compile(r"[^-/\w.]")  # characters that TensorBoard replaces, and MLflow partly rejects

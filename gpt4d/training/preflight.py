@@ -15,8 +15,8 @@ import torch
 
 from gpt4d.config import Config, ConfigError
 from gpt4d.runtime.consensus import all_gather_json, run_on_rank0
+from gpt4d.runtime.files import required_file
 from gpt4d.runtime.hangs import MIN_LIMIT_S
-from gpt4d.runtime.writing import required_file
 
 _MARKER_NAME = ".these-ranks-meet-here"
 MARKER_TIMEOUT_S = 30.0  # for a file written on one node to appear on another

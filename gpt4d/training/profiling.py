@@ -23,7 +23,7 @@ from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.pipeline import trace
 from gpt4d.runs.logger import RunFiles
 from gpt4d.runtime.consensus import all_gather_json
-from gpt4d.runtime.writing import optional_file, replace_when_complete
+from gpt4d.runtime.files import optional_file, replace_when_complete
 from gpt4d.step import TrainStep
 
 _COLORS = {"forward": "#78a9d8", "recomputation": "#ecd04f", "backward": "#eda263", "update": "#a892d0"}

@@ -28,11 +28,10 @@ from gpt4d.runs.plots import plot_losses
 from gpt4d.runs.summary import Run, State
 from gpt4d.runs.tables import console, runs_table
 from gpt4d.runtime import launchers
-from gpt4d.runtime.files import read_regular
+from gpt4d.runtime.files import optional_file, read_regular, replace_file
 from gpt4d.runtime.launch import SWEEP_JOB, ArrayTask, Launch
 from gpt4d.runtime.parent import end_with_parent
 from gpt4d.runtime.signals import EXIT_CODE, stop_signals
-from gpt4d.runtime.writing import optional_file, replace_file
 from gpt4d.validation import validate
 
 _MULTIRUN = {"-m", "--multirun"}

@@ -181,7 +181,7 @@ def test_a_hang_in_the_first_step_is_reported_even_if_its_report_cannot_be_writt
 def test_a_file_system_that_does_not_answer_ends_the_job(ranks, tiny):
     fault = Fault(0, block, ("os", "write"), step=3, constants={("gpt4d.runtime.hangs", "MIN_LIMIT_S"): 1.5})
     output = "".join(ended_job(ranks.context, tiny(*HANGS), [1, 1], fault).outputs())
-    assert re.search(r"error: hang: .*rank 0 on \S+ .*is in writing.py", output), output
+    assert re.search(r"error: hang: .*rank 0 on \S+ .*is in files.py", output), output
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ _RANK_0 = {
     "begin save": "gpt4d.checkpoint.lifecycle:begin",
     "commit": "gpt4d.checkpoint.lifecycle:commit",
     "prune": "gpt4d.checkpoint.lifecycle:_remove",
-    "log": "gpt4d.runtime.writing:LineLog._open",
+    "log": "gpt4d.runtime.files:LineLog._open",
 }
 _END = {"finish": "gpt4d.training.trainer:Trainer.finish", "plot": "gpt4d.runs.logger:plot_losses"}
 _HARMLESS = ("log", "prune", "plot")  # phases in which a full disk ends no run

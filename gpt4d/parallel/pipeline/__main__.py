@@ -16,7 +16,7 @@ from gpt4d.config.commands import one_line_errors
 from gpt4d.config.schema import SCHEDULES
 from gpt4d.parallel.pipeline.schedule import Order, peak_in_flight
 from gpt4d.parallel.pipeline.simulation import Costs, Timeline, orders_of, simulate
-from gpt4d.runtime.writing import required_file
+from gpt4d.runtime.files import required_file
 
 _MAX_WORK = 100_000  # forwards in a step
 

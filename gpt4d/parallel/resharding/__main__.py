@@ -20,7 +20,7 @@ from gpt4d.config.commands import one_line_errors
 from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.resharding.mesh import StageMesh, UnitTask, notation, parse
 from gpt4d.parallel.resharding.plan import ReshardingPlan, Send, plan
-from gpt4d.runtime.writing import required_file
+from gpt4d.runtime.files import required_file
 
 _MAX_DEVICES = 4096  # per mesh
 _MAX_TILES = 32_768  # intersections of source and destination tiles; each takes one send or more
