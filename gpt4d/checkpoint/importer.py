@@ -132,7 +132,7 @@ def _read_tokenizer(source: str, directory: Path, tokenizer: str | None, model: 
         return {}
     if not tokenizer and not any(directory.glob("tokenizer*")) and not (directory / "vocab.json").exists():
         raise ConfigError(f"source={source}: no tokenizer; add tokenizer=none, or a file, directory or hub name")
-    files = tokenizers.load("tokenizer" if tokenizer else "source", tokenizer or str(directory))
+    files = transformers_tokenizer.files_of("tokenizer" if tokenizer else "source", tokenizer or str(directory))
     parsed = tokenizers.parse(files, tokenizer or directory)
     tokens = tokenizers.vocabulary(parsed)
     if tokens > model.vocab_size:

@@ -22,7 +22,7 @@ from gpt4d.config import (
     tokenizer_file,
 )
 from gpt4d.config.fields import LARGEST_SIZE
-from gpt4d.data import tokenizers
+from gpt4d.data import tokenizers, transformers_tokenizer
 
 TRAINED = 8192  # size of a tokenizer that is trained on the corpus, unless data.tokenizer_vocab is set
 
@@ -97,7 +97,8 @@ def tokenizer_size(data: DataConfig, download: bool = True) -> int | None:
 @cache
 def _named_size(name: str, file: tuple[str, int, int] | None) -> int:
     """Return the size of a tokenizer. ``file``: path, time of change and bytes of its file; None without a file."""
-    return tokenizers.size(name)
+    files = transformers_tokenizer.files_of("data.tokenizer", name)
+    return tokenizers.vocabulary(tokenizers.parse(files, name))
 
 
 def _vocabulary(config: Config) -> tuple[int, str]:

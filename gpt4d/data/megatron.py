@@ -30,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gpt4d.config import HEADER, ConfigError, DataConfig
-from gpt4d.data import sources, tokenizers
+from gpt4d.data import sources, tokenizers, transformers_tokenizer
 from gpt4d.data.corpus_files import CorpusFile
 from gpt4d.data.directory import SPLITS, ReportTimer, clear, in_cache, printer, write_once
 from gpt4d.data.tokens import ALL, TokenFiles, Tokens, entries, file_name, splits
@@ -197,7 +197,7 @@ def megatron_files(config: DataConfig, path: str) -> MegatronFiles:
     """
     prefix = os.path.expanduser(path)
     with activity.unlimited():  # a tokenizer may be downloaded
-        tokenizer = tokenizers.from_config(config) if config.tokenizer else {}
+        tokenizer = transformers_tokenizer.from_config(config) if config.tokenizer else {}
         Index.read(prefix)
         paths = [CorpusFile.local(path) for path in (tokens_file(prefix), index_file(prefix))]
         content = [fact[1:] for fact in sources.facts(config, paths)[-1]]

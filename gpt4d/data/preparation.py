@@ -173,7 +173,7 @@ def _cores() -> int:
 
 def identity_of(config: DataConfig) -> str:
     """Return a hash of the corpus, the settings and all other inputs of the token files."""
-    files = tokenizers.from_config(config) if config.tokenizer else {}
+    files = transformers_tokenizer.from_config(config) if config.tokenizer else {}
     tokenizer = sorted(files.items()) if files else config.tokenizer_vocab
     facts: tuple = (tokens.FORMAT, documents.identity(config), tokenizer, config.validation_fraction)
     if config.source == "chat":
@@ -342,7 +342,7 @@ class Preparation:
     def _start(self) -> Tokenizer:
         clear(self.directory)
         if self.config.tokenizer:
-            files = tokenizers.from_config(self.config)
+            files = transformers_tokenizer.from_config(self.config)
         else:
             files = {tokenizers.FILE: self._train_tokenizer().to_str().encode()}
         if self.masked and not transformers_tokenizer.load(files, self.config.tokenizer).chat_template:

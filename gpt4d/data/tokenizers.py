@@ -1,11 +1,9 @@
-"""Tokenizers: GPT-2's, one of the transformers library, one from a file, or one trained on the corpus."""
+"""Tokenizers: their files and special tokens, their training, and documents as token ids."""
 
 import importlib.util
 import itertools
 import json
-import os
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +12,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from gpt4d.config import HEADER, ConfigError, DataConfig, tokenizer_file
-from gpt4d.data import hub
+from gpt4d.config import ConfigError
 from gpt4d.runtime.errors import one_line
 
 FILE = "tokenizer.json"
@@ -79,11 +76,6 @@ def special_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
     return found
 
 
-def size(name: str) -> int:
-    """Return the number of token ids of the tokenizer ``data.tokenizer=name``. Raises ConfigError as ``load`` does."""
-    return vocabulary(parse(load("data.tokenizer", name), name))
-
-
 def of_checkpoint(files: Mapping[str, bytes], checkpoint: object) -> Tokenizer:
     """Return the tokenizer in a checkpoint's files. Raises ConfigError if it is missing or damaged.
 
@@ -100,68 +92,6 @@ def of_checkpoint(files: Mapping[str, bytes], checkpoint: object) -> Tokenizer:
 def vocabulary(tokenizer: Tokenizer) -> int:
     """Return the largest id plus one, which may exceed the number of tokens, since some tokenizers skip ids."""
     return max(tokenizer.get_vocab().values()) + 1
-
-
-def load(key: str, name: str) -> dict[str, bytes]:
-    """Return the files of a tokenizer by name: tokenizer.json and its ``companions``.
-
-    tokenizer.json has the tokens that transformers computes from all files. It is rewritten only if its own tokens
-    differ, since runs compare its fingerprint. Raises ConfigError, which names the setting ``key``, if the tokenizer
-    cannot be used.
-
-    Args:
-        key: the setting that names the tokenizer.
-        name: gpt2, a file or directory, or a name on the hub.
-    """
-    problem = None
-    try:
-        if name == "gpt2":
-            files = {FILE: gpt2().to_str().encode()}
-        elif (file := tokenizer_file(name)).is_file():
-            files = with_companions(file)
-            if SETTINGS in files and not any((file.parent / own).exists() for own in (HEADER, "meta.json")):
-                files |= _as_in_transformers(files, file.with_name("config.json"))
-        else:
-            from transformers import AutoTokenizer
-
-            if file.exists():
-                raise ValueError(f"{file} is not a regular file")
-            problem = None if Path(name).is_dir() else hub.unreachable()
-            with tempfile.TemporaryDirectory() as directory:
-                # Without this argument the library asks the user whether to run code of the repository.
-                AutoTokenizer.from_pretrained(name, trust_remote_code=False).save_pretrained(directory)
-                files = with_companions(Path(directory) / FILE)
-        end_of_text(Tokenizer.from_buffer(files[FILE]), files)
-    except BaseException as error:
-        if not _of_library(error):
-            raise
-        if "trust_remote_code" in str(error):
-            problem = "it needs Python code from its repository, which gpt4d never runs"
-        raise ConfigError(
-            f"{key}={name}: not a usable tokenizer ({problem or one_line(error)}); use gpt2, a tokenizer.json, "
-            "its directory, or a hub name"
-        ) from None
-    return files
-
-
-def from_config(config: DataConfig) -> dict[str, bytes]:
-    """Return the files of ``data.tokenizer`` (``load``), with the template of ``data.chat_template`` if that is set.
-
-    Raises ConfigError if it cannot be used, or has more than ``data.tokenizer_vocab`` tokens (None: no limit).
-    """
-    name = config.tokenizer
-    assert name is not None
-    files = load("data.tokenizer", name)
-    tokenizer = parse(files, name)
-    if config.tokenizer_vocab is not None and vocabulary(tokenizer) > config.tokenizer_vocab:
-        raise ConfigError(
-            f"data.tokenizer={name}: its {vocabulary(tokenizer)} tokens are more than "
-            f"data.tokenizer_vocab={config.tokenizer_vocab}; raise model.vocab_size, and data.tokenizer_vocab if set"
-        )
-    if config.chat_template:
-        files = {name: content for name, content in files.items() if not name.startswith(TEMPLATES)}
-        files[TEMPLATE] = Path(os.path.expanduser(config.chat_template)).read_bytes()
-    return files
 
 
 def parse(files: Mapping[str, bytes], where: object) -> Tokenizer:
@@ -188,40 +118,17 @@ def library_errors(message: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if isinstance(error, ConfigError) or not _of_library(error):
+        if isinstance(error, ConfigError) or not of_library(error):
             raise
         raise ConfigError(message.replace("%s", one_line(error))) from None
 
 
-def _of_library(error: BaseException) -> bool:
+def of_library(error: BaseException) -> bool:
     """Return whether the libraries raise an error: exceptions of any type, and panics, which are no Exception."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
-def _as_in_transformers(files: Mapping[str, bytes], model: Path) -> dict[str, bytes]:
-    """Return the tokenizer.json and the settings of the tokenizer that transformers builds from ``files``.
-
-    ``model``: the path of the config.json next to them, if present, on which the class of the tokenizer depends.
-    """
-    from gpt4d.data import transformers_tokenizer
-
-    own, settings = complete(Tokenizer.from_buffer(files[FILE])), dict(json.loads(files[SETTINGS]))
-    if "fast_tokenizer_files" in settings:
-        raise ValueError(f"fast_tokenizer_files of {SETTINGS} names other files; save it again with transformers 5")
-    found = transformers_tokenizer.load(files, ".")
-    if model.is_file():
-        alone, found = type(found), transformers_tokenizer.load({**files, model.name: model.read_bytes()}, ".")
-        if type(found) is not alone:
-            text = json.dumps({**settings, "tokenizer_class": type(found).__name__}, indent=2, ensure_ascii=False)
-            files = {**files, SETTINGS: text.encode()}
-    theirs = found.backend_tokenizer
-    if _first_and_last(own) == _first_and_last(theirs):
-        theirs.post_processor = own.post_processor  # transformers replaces null by one that adds no token
-    changed = own.to_str() != theirs.to_str()
-    return {SETTINGS: files[SETTINGS], FILE: _rewritten(files, theirs) if changed else files[FILE]}
-
-
-def _rewritten(files: Mapping[str, bytes], tokenizer: Tokenizer) -> bytes:
+def rewritten(files: Mapping[str, bytes], tokenizer: Tokenizer) -> bytes:
     """Return the tokenizer.json of ``tokenizer``, with the settings for truncation and padding in ``files``.
 
     transformers reads the ``pad_token`` there if the settings of the tokenizer have none.
@@ -272,10 +179,10 @@ def read(path: Path) -> Tokenizer:
 
 def first_tokens(tokenizer: Tokenizer) -> list[int]:
     """Return the ids of the tokens that a tokenizer puts before a text."""
-    return _first_and_last(tokenizer)[0]
+    return first_and_last(tokenizer)[0]
 
 
-def _first_and_last(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+def first_and_last(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Return the ids of the tokens that a tokenizer puts before and after a text."""
     if tokenizer.post_processor is None:
         return [], []
@@ -284,7 +191,7 @@ def _first_and_last(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
         try:
             encoding = tokenizer.encode(text)
         except BaseException as error:
-            if not _of_library(error):
+            if not of_library(error):
                 raise
             continue
         own = encoding.special_tokens_mask
@@ -316,7 +223,7 @@ def with_first_tokens(files: Mapping[str, bytes], ids: list[int], where: object)
     ``where``: the directory in the message of the ConfigError for a damaged tokenizer.
     """
     tokenizer = parse(files, where)
-    first, last = _first_and_last(tokenizer)
+    first, last = first_and_last(tokenizer)
     if first == ids:
         return dict(files)
     with library_errors(f"{where}/{FILE}: its vocabulary lacks one of the tokens {ids} (%s); restore the file"):
@@ -326,7 +233,7 @@ def with_first_tokens(files: Mapping[str, bytes], ids: list[int], where: object)
             pair=None,
             special_tokens=[(name, token) for token, name in names.items()],
         )
-    changed = {FILE: _rewritten(files, tokenizer)}
+    changed = {FILE: rewritten(files, tokenizer)}
     if SETTINGS in files:
         settings = dict(json.loads(files[SETTINGS])) | {"tokenizer_class": "PreTrainedTokenizerFast"}
         changed[SETTINGS] = json.dumps(settings, indent=2, ensure_ascii=False).encode()

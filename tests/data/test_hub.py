@@ -7,7 +7,7 @@ import pytest
 from huggingface_hub import constants
 
 from gpt4d.config import DataConfig
-from gpt4d.data import hub, sources, tokenizers
+from gpt4d.data import hub, sources, transformers_tokenizer
 from tests.support.data_files import one_line
 
 
@@ -28,7 +28,7 @@ def load_dataset():
 
 
 def load_tokenizer():
-    tokenizers.from_config(DataConfig(tokenizer="no/such", tokenizer_vocab=300))
+    transformers_tokenizer.from_config(DataConfig(tokenizer="no/such", tokenizer_vocab=300))
 
 
 @pytest.mark.parametrize("load", [load_dataset, load_tokenizer])

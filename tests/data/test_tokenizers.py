@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from gpt4d.config import ConfigError, DataConfig
-from gpt4d.data import documents, preparation, prepare, tokenizers
+from gpt4d.data import documents, preparation, prepare, tokenizers, transformers_tokenizer
 from gpt4d.data.corpus import corpus as prepared
 from gpt4d.data.tokens import TokenFiles
 from tests.support.data_files import one_line
@@ -141,7 +141,7 @@ def test_the_vocabulary_of_a_tokenizer_that_skips_ids_includes_the_last(changed,
     path = tmp_path / "gaps.json"
     changed(with_gaps, whole=True).save(str(path))
     with pytest.raises(ConfigError, match=r"its 70001 tokens are more than data\.tokenizer_vocab=70000; raise"):
-        tokenizers.from_config(replace(small, tokenizer=str(path), tokenizer_vocab=70_000))
+        transformers_tokenizer.from_config(replace(small, tokenizer=str(path), tokenizer_vocab=70_000))
     files = prepare.prepare(replace(small, tokenizer=str(path), tokenizer_vocab=70_001), tmp_path / "out")
     assert files.header["vocabulary"] == 70_001 and files.header["dtype"] == "uint32"
     assert files.tokens("train").dtype == "uint32"
@@ -232,5 +232,5 @@ def test_code_of_a_tokenizers_repository_never_runs_and_nobody_is_asked(small, t
     (repository / "code.py").write_text(f"open({str(ran)!r}, 'w')\n")
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     with pytest.raises(ConfigError, match="it needs Python code from its repository, which gpt4d never runs"):
-        tokenizers.from_config(replace(small, tokenizer=str(repository)))
+        transformers_tokenizer.from_config(replace(small, tokenizer=str(repository)))
     assert not ran.exists()

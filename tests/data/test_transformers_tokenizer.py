@@ -94,7 +94,7 @@ def test_the_keys_that_transformers_reads_are_in_the_table():
 
 def ours(directory):
     """Return a tokenizer's files after data.tokenizer=DIR, and transformers' object of a checkpoint with them."""
-    files = tokenizers.load("data.tokenizer", str(directory))
+    files = transformers_tokenizer.files_of("data.tokenizer", str(directory))
     return files, transformers_tokenizer.load(files, directory)
 
 
@@ -300,7 +300,7 @@ def test_a_tokenizer_that_cannot_encode_a_text_is_one_line(tmp_path, name):
     path = tmp_path / "tokenizer.json"
     path.write_text(content)
     with one_line(message):
-        tokenizers.load("data.tokenizer", str(path))
+        transformers_tokenizer.files_of("data.tokenizer", str(path))
         Encoding(path, 0, "uint16", 0.0).encoder()(Document(text, "a.txt"))
 
 
