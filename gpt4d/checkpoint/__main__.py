@@ -24,6 +24,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from gpt4d.checkpoint.checkpoint_dir import Checkpoint, committed
+from gpt4d.checkpoint.model_directory import adapter_of
 from gpt4d.checkpoint.tensor_files import Damaged, StoredTensor
 from gpt4d.config import ConfigError, asks_for_help, from_arguments
 from gpt4d.config.commands import one_line_errors
@@ -118,7 +119,6 @@ def inspect(config: ReadConfig) -> None:
 def export(config: ExportConfig) -> None:
     """Write a model for transformers or diffusers to ``config.out``, and print how to load it."""
     from gpt4d.checkpoint import exporter
-    from gpt4d.checkpoint.model_directory import adapter_of
 
     checkpoint, out = Checkpoint.open(Path(config.checkpoint)), Path(config.out)
     if config.adapter:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tokenizers import Tokenizer
@@ -17,14 +17,11 @@ from gpt4d.parallel.layout import Layout
 from gpt4d.parallel.pipeline.runtime import forward_over_stages
 from gpt4d.parallel.pipeline.stage_links import Exchange
 from gpt4d.parallel.stage import Stage
-from gpt4d.task.sampling import Sampler
 from gpt4d.task.task import Sampling
 
 # Returns the documents of ids [texts, tokens]. Arguments: the ids on the device, and in host memory.
 DocumentsOf = Callable[[torch.Tensor, torch.Tensor], Documents | None]
-
-
-DEFAULT = Sampling()
+DEFAULT, GREEDY = Sampling(), Sampling(temperature=0)
 # Returns whether text i ends after the new ids. All ranks must return the same.
 Ends = Callable[[int, list[int]], bool]
 
@@ -130,6 +127,36 @@ def continued(
         if not any(growing):
             break
     return new
+
+
+class Sampler:
+    """Draws tokens for some texts. The order of the processors is transformers' own."""
+
+    def __init__(self, sampling: Sampling, texts: int):
+        from transformers.generation import logits_process  # takes a second to import
+
+        self._greedy = sampling.temperature == 0
+        self._generators = [torch.Generator().manual_seed(sampling.seed + index) for index in range(texts)]
+        self._processors = logits_process.LogitsProcessorList()
+        if sampling.repetition_penalty != 1:
+            self._processors.append(logits_process.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+        if self._greedy:
+            return
+        self._processors.append(logits_process.TemperatureLogitsWarper(float(sampling.temperature)))
+        if sampling.top_k:
+            self._processors.append(logits_process.TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            self._processors.append(logits_process.TopPLogitsWarper(sampling.top_p))
+        if sampling.min_p:
+            self._processors.append(logits_process.MinPLogitsWarper(sampling.min_p))
+
+    def draw(self, index: int, ids: Sequence[int], logits: torch.Tensor) -> int:
+        """Return the token after text ``index``, whose ids are ``ids``. ``logits`` [vocabulary], on the host."""
+        before: Any = torch.tensor([ids])
+        (scores,) = self._processors(before, cast(Any, logits[None]))
+        if self._greedy:
+            return int(scores.argmax())
+        return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generators[index]))
 
 
 def rounded_up(count: int, multiple: int) -> int:

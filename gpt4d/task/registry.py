@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from gpt4d.config import Config, ConfigError, blend_stages
@@ -89,39 +90,17 @@ def _check_diffusion(config: Config) -> None:
         )
 
 
-# The modules of tasks import torch.
-
-
-def _create_language_modeling(config: Config) -> Task:
-    from gpt4d.task.language import LanguageModeling
-
-    return LanguageModeling(config)
-
-
-def _generate_text(config: GenerateConfig, files: Mapping[str, bytes], stage: "Stage") -> str:
-    from gpt4d.task.language import generate
-
-    return generate(config, files, stage)
-
-
-def _create_diffusion(config: Config) -> Task:
-    from gpt4d.task.diffusion import Diffusion
-
-    return Diffusion(config)
-
-
-def _generate_images(config: GenerateConfig, files: Mapping[str, bytes], stage: "Stage") -> str:
-    from gpt4d.task.diffusion import generate
-
-    return generate(config, files, stage)
+def _when_called(module: str, name: str) -> Callable[..., Any]:
+    """Return a function of a module that imports torch. The module is imported when the function is called."""
+    return lambda *arguments: getattr(import_module(module), name)(*arguments)
 
 
 register(
     TaskEntry(
         "language_modeling",
         _check_language_modeling,
-        _create_language_modeling,
-        _generate_text,
+        _when_called("gpt4d.task.language", "LanguageModeling"),
+        _when_called("gpt4d.task.language", "generate"),
         "text",
         "data=text data.path='…'",
     )
@@ -130,8 +109,8 @@ register(
     TaskEntry(
         "diffusion",
         _check_diffusion,
-        _create_diffusion,
-        _generate_images,
+        _when_called("gpt4d.task.diffusion", "Diffusion"),
+        _when_called("gpt4d.task.diffusion", "generate"),
         "images",
         "data=pictures data.path='…'",
     )

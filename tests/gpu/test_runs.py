@@ -29,8 +29,7 @@ from gpt4d.planner.workload import training_state
 from gpt4d.runtime.job import process_group
 from gpt4d.runtime.launch import Launch
 from gpt4d.step import build_stage
-from gpt4d.task.generation import continuations
-from gpt4d.task.sampling import GREEDY
+from gpt4d.task.generation import GREEDY, continuations
 from gpt4d.training.trainer import Trainer
 from tests.gpu import runs
 from tests.gpu.check import Check, Unavailable, largest_difference

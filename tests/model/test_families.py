@@ -18,8 +18,7 @@ from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.sequence import Documents
 from gpt4d.plan import one_stage
 from gpt4d.step import build_stage
-from gpt4d.task.generation import continuations
-from gpt4d.task.sampling import GREEDY
+from gpt4d.task.generation import GREEDY, continuations
 from gpt4d.validation import validate
 from tests.support.grids import BINARY_GRIDS, TINY_MODEL, batch_part, build_model, fill_from_hf, full, global_tensor
 from tests.support.model_oracles import LENGTH, MODELS, check_on_grid, global_logits, library_model, relative

@@ -18,8 +18,7 @@ from gpt4d.plan import one_stage
 from gpt4d.planner.resolve import resolve
 from gpt4d.step import build_stage
 from gpt4d.task import language
-from gpt4d.task.generation import continuations
-from gpt4d.task.sampling import GREEDY
+from gpt4d.task.generation import GREEDY, continuations
 from gpt4d.task.task import GenerateConfig, Sampling
 from tests.support.grids import TINY_MODEL, build_tiny_stage, full
 from tests.support.stages import connected_stage

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from gpt4d.task.sampling import Sampler
+from gpt4d.task.generation import Sampler
 from gpt4d.task.task import Sampling
 
 SETTINGS = [
