@@ -18,8 +18,8 @@ from torch.nn.utils import clip_grad_norm_
 
 from benchmarks.adapters.library_models import library_model
 from gpt4d.config import Config, compose
-from gpt4d.data.batch import Batch
 from gpt4d.data.completion import complete
+from gpt4d.data.loader import Batch
 from gpt4d.model import registry
 from gpt4d.optim.schedule import learning_rate
 from gpt4d.parallel.grid import Grid

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -12,6 +12,23 @@ import torch
 from gpt4d.runtime import gpu
 
 _SPAN_ELEMENTS = 2**20  # elements per task, since waking a thread takes as long as copying 50,000 tokens
+
+
+class Counts(NamedTuple):
+    """Numbers of units of some samples: ``trained`` units have a loss, ``unpadded`` ones are no padding."""
+
+    trained: int
+    unpadded: int
+
+
+class Batch(NamedTuple):
+    """Inputs, targets and sample ids of one microbatch; the first dim of every tensor is the microbatch."""
+
+    inputs: dict[str, Any]  # tensors or their metadata, by the names of the model's inputs
+    targets: torch.Tensor | None  # None for a task without targets
+    sample_ids: torch.Tensor  # [microbatch]: the global index of each sample in the run
+    masked: bool = False  # tokens with a negative target have no loss
+    sources: torch.Tensor | None = None  # [microbatch]: index of each sample's source in a blend, to report its losses
 
 
 class Source(Protocol):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpt4d.config import ConfigError
-from gpt4d.data.batch import Counts
+from gpt4d.data.loader import Counts
 from gpt4d.data.tokens import TokenFiles, Tokens
 
 _ROUNDS = 4

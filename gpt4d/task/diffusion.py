@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from gpt4d.config import HELD_OUT, Config, ConfigError, DataConfig, check_image_format
-from gpt4d.data.batch import Batch
 from gpt4d.data.images import ImageFiles, ImageSamples, image_files
-from gpt4d.data.loader import Source
+from gpt4d.data.loader import Batch, Source
 from gpt4d.model.edges import unsharded_batch
 from gpt4d.model.parts import Part
 from gpt4d.parallel.pipeline.runtime import forward_over_stages

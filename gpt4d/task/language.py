@@ -16,11 +16,10 @@ from torch import nn
 
 from gpt4d.config import PREPARED, BlendStage, Config, ConfigError, blend_paths, blend_stages, samples_of_run
 from gpt4d.data import documents, tokenizers, transformers_tokenizer
-from gpt4d.data.batch import Batch, Counts
 from gpt4d.data.completion import begin_of_text
 from gpt4d.data.corpus import Corpus, corpus, held_out_corpus, opened, validation_sets, verify
 from gpt4d.data.corpus_files import CorpusFile
-from gpt4d.data.loader import Source
+from gpt4d.data.loader import Batch, Counts, Source
 from gpt4d.data.preparation import Encoding, identity_of
 from gpt4d.data.sampler import IGNORED, Blend, DocumentSequences, PackedSequences, Sequences
 from gpt4d.data.stream import Position, Stream, open_stream

@@ -12,8 +12,7 @@ import torch
 
 from gpt4d.config import HELD_OUT, Config, batch_size_at
 from gpt4d.data import remote_files
-from gpt4d.data.batch import Batch, Counts
-from gpt4d.data.loader import Loader, Source
+from gpt4d.data.loader import Batch, Counts, Loader, Source
 from gpt4d.model import registry
 from gpt4d.parallel.stage import Stage
 from gpt4d.runtime.consensus import run_on_rank0

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from gpt4d.data.batch import Batch, Counts
+    from gpt4d.data.loader import Batch, Counts
     from gpt4d.parallel.stage import Stage
 
 

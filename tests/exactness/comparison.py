@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from gpt4d.checkpoint.storage import LocalShard
 from gpt4d.config import Config, ConfigError
-from gpt4d.data.batch import Batch
+from gpt4d.data.loader import Batch
 from gpt4d.model import registry
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.sequence import Documents

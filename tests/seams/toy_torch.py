@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gpt4d.config import Config
-from gpt4d.data.batch import Batch, Counts
+from gpt4d.data.loader import Batch, Counts
 from gpt4d.model.parts import Part
 from gpt4d.parallel import random
 from gpt4d.parallel.layout import ParameterSpec
