@@ -381,7 +381,8 @@ def main(arguments: list[str]) -> None:
         raise ConfigError(f"out={config.out}: not a .yaml file; use, for example, configs/cluster/mine.yaml")
     with process_group(launch) as job:
         run_on_rank0(lambda: _check_writable(out), "checking out")
-        cluster = measure(launch, job.device, config.name or out.stem, job.watchdog)
+        watchdog = job.ranks.watchdog if job.ranks else None
+        cluster = measure(launch, job.device, config.name or out.stem, watchdog)
         run_on_rank0(lambda: write_cluster(cluster, out), "writing out")
 
 

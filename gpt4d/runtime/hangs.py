@@ -8,6 +8,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol, cast
 
@@ -146,15 +147,21 @@ class HangDetector:
         timeout_s: time after which a collective is a hang, once ``end_startup`` was called. Before, lazy initialization
             slows collectives, and five minutes are added.
         directory: the directory to which each rank writes its current wait and its stack.
+        places: location of each rank in reports, such as "stage 1".
     """
 
-    def __init__(self, axes: Mapping[str, WatchedAxis], timeout_s: float, directory: Path):
-        self.axes, self.timeout_s, self.directory = axes, timeout_s, directory
+    def __init__(
+        self,
+        axes: Mapping[str, WatchedAxis],
+        timeout_s: float,
+        directory: Path,
+        places: Mapping[int, str] | None = None,
+    ):
+        self.axes, self.timeout_s, self.directory, self.places = axes, timeout_s, directory, places or {}
         self.ranks = list(range(dist.get_world_size() if dist.is_initialized() else 1))
         self.activities = {track.name: ActivityWatch(track) for track in (MAIN, SAVE)}
         self._in_first_steps = False
         self.peer_lost = False  # a collective of this rank has failed, and it looks for the responsible rank
-        self.places: Mapping[int, str] = {}  # location of each rank in reports, such as "stage 1"
         self.startup_s = STARTUP_S
         self.main_thread = cast(int, threading.main_thread().ident)  # None only before a thread starts
         self._layers: dict[int, str] = {}
@@ -260,18 +267,14 @@ class HangDescription(NamedTuple):
     lost: list[int]
 
 
+@dataclass
 class HangReport:
-    """One rank's part in the report about a hang, which the ranks exchange through the store.
+    """One rank's part in the report about a hang, which the ranks exchange through the store."""
 
-    Args:
-        store: the watchdog's store.
-        rank: this rank.
-        name: returns a rank's number, location and host.
-        heartbeat_s: time between two heartbeats of a rank.
-    """
-
-    def __init__(self, store: DeadlineStore, rank: int, name: Callable[[int], str], heartbeat_s: float):
-        self.store, self.rank, self.name, self.heartbeat_s = store, rank, name, heartbeat_s
+    store: DeadlineStore  # the watchdog's store
+    rank: int  # this rank
+    name: Callable[[int], str]  # returns a rank's number, location and host
+    heartbeat_s: float  # time between two heartbeats of a rank
 
     def describe(self, rank: int, waiting: dict, detector: HangDetector) -> HangDescription | None:
         """Write this rank's state to its file and return the description of the hang; None if it arrives too late.

@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gpt4d.runtime import compile_cache, gpu
+from gpt4d.runtime import compile_cache, gpu, machine
 from gpt4d.runtime.activity import MAIN
 from gpt4d.runtime.errors import ConfigError, NodeError, RankError
 from gpt4d.runtime.launch import Launch, print_error, select_device
@@ -31,10 +31,10 @@ NOTICE_S = 3.0  # time for other ranks to read why the job ends
 
 @dataclass
 class JobContext:
-    """This rank's device and, if there are other ranks, its watchdog."""
+    """This rank's device and, if there are other ranks, its connection to them."""
 
     device: torch.device
-    watchdog: Watchdog | None = None
+    ranks: "Ranks | None" = None
 
 
 class Ranks:
@@ -46,6 +46,10 @@ class Ranks:
         launch: this process's rank in the job and its launcher.
         timeout_s: as for the watchdog.
         directory: the directory of the job's secret (``job_key``).
+
+    Attributes:
+        record_failure: writes to the run's files why the job ends.
+        finish_save: lets a pending save end, at most for some seconds.
     """
 
     def __init__(self, launch: Launch, timeout_s: float, directory: Path | None = None):
@@ -57,7 +61,8 @@ class Ranks:
         self.watchdog = Watchdog(
             watchdog_store, launch.rank, launch.world_size, connector.host, self._on_failure, timeout_s
         )
-        self.watchdog.end_job = self.fail
+        self.record_failure: Callable[[str], None] = lambda message: None
+        self.finish_save: Callable[[float], None] = lambda seconds: None
         self.watchdog.start()
 
     def wait_for_all_ranks(self) -> None:
@@ -130,8 +135,8 @@ class Ranks:
             threading.Event().wait(_LEAVE_S + SAVE_S)  # the thread that holds the lock ends the process
         try:
             self._print(failure)
-            if self.watchdog.finish_save and failure.all_ranks_answer:
-                self.watchdog.finish_save(SAVE_S)
+            if failure.all_ranks_answer:
+                self.finish_save(SAVE_S)
             self._keep_store_alive(failure.lost)
         except Exception:
             traceback.print_exc()
@@ -153,22 +158,20 @@ class Ranks:
 
         A file system that does not answer may itself be the reason.
         """
-        if record := self.watchdog.record_failure:
 
-            def write() -> None:
-                with suppress(OSError):
-                    record(message)
+        def write() -> None:
+            with suppress(OSError):
+                self.record_failure(message)
 
-            thread = threading.Thread(target=write, name="record", daemon=True)
-            thread.start()
-            thread.join(_RECORD_S)
+        thread = threading.Thread(target=write, name="record", daemon=True)
+        thread.start()
+        thread.join(_RECORD_S)
 
 
 @contextmanager
 def process_group(
     launch: Launch,
     device: torch.device | None = None,
-    backend: str | None = None,
     timeout_s: float = 120.0,
     deterministic: bool = False,
     run_dir: Path | None = None,
@@ -181,21 +184,18 @@ def process_group(
     Args:
         launch: this process's rank in the job and its launcher.
         device: the rank's device; None to select its GPU, or the CPU without GPUs.
-        backend: backend of collectives; None for NCCL on GPUs and gloo on the host.
         timeout_s: time after which gpt4d's watchdog may end the job; torch's own watchdogs wait longer.
         deterministic: as in ``gpu.set_environment``.
         run_dir: the run's directory, which all ranks share, for the job's secret (``rendezvous.job_key``) and NCCL's
             trace (``gpu.set_environment``); None for a job without a run directory.
     """
     gpu.set_environment(deterministic, run_dir)
-    # macOS has no sched_getaffinity.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    own_cores = gpu.share_cores(cores, launch.local_world_size)
+    own_cores = gpu.share_cores(machine.usable_cores(), launch.local_world_size)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(own_cores)
     if launch.master is None:
         device = device or select_device(launch)
-        with initialize(launch, dist.HashStore(), device, backend, timeout_s):
+        with initialize(launch, dist.HashStore(), device, timeout_s):
             yield JobContext(device)
         return
     ranks = Ranks(launch, timeout_s, run_dir)
@@ -203,8 +203,8 @@ def process_group(
         device = device or select_device(launch)
         ranks.wait_for_all_ranks()
         store = ranks.store.for_process_groups()
-        with initialize(launch, store, device, backend, timeout_s, ranks.watchdog):
-            yield JobContext(device, ranks.watchdog)
+        with initialize(launch, store, device, timeout_s, ranks.watchdog):
+            yield JobContext(device, ranks)
     except NodeError as error:  # raised on this node only, and ranks of all other nodes wait for this rank
         ranks.watchdog.fail(str(error), may_be_secondary=False)
         ranks.leave(briefly=True)
@@ -225,11 +225,14 @@ def initialize(
     launch: Launch,
     store: dist.Store,
     device: torch.device,
-    backend: str | None,
     timeout_s: float,
     watchdog: Watchdog | None = None,
+    backend: str | None = None,
 ) -> Iterator[None]:
-    """Select the rank's GPU and connect the rank to all others through ``store``. Disconnect it at the end."""
+    """Select the rank's GPU and connect the rank to all others through ``store``. Disconnect it at the end.
+
+    ``backend``: backend of collectives; None for NCCL on GPUs and gloo on the host.
+    """
     if device.type == "cuda":
         if torch.version.hip:
             compile_cache.set_environment()  # MIOpen compiles kernels

@@ -59,6 +59,11 @@ def read_cpu(path: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
     }
 
 
+def usable_cores() -> int:
+    """Return the number of cores that this process may use, hardware threads included."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # not on macOS
+
+
 def ranks_and_nodes(environment: Mapping[str, str]) -> tuple[int | None, int]:
     """Return tasks per node (None without a launcher) and nodes, from the variables of the launcher or of a Slurm job.
 

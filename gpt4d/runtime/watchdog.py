@@ -75,9 +75,6 @@ class Watchdog:
         self.store = DeadlineStore(store, self.silent_s)
         self.device = torch.device("cpu")  # the rank's device, once it is known
         self.hang_detector: HangDetector | None = None  # set from the first collective to the end of a run
-        self.end_job: Callable[[BaseException], None] | None = None  # ends all ranks with an error of this one
-        self.record_failure: Callable[[str], None] | None = None  # writes to the run's files why the job ends
-        self.finish_save: Callable[[float], None] | None = None  # lets a pending save end, at most for some seconds
         self._limited: tuple[str, float] | None = None  # activity of the main thread, and its deadline
         self._description: HangDescription | None = None  # this rank's description of a hang
         self._describing = threading.Lock()

@@ -72,7 +72,7 @@ def train(config: Config) -> None:
         timeout_s, deterministic = config.parallel.timeout_s, config.train.deterministic
         group = process_group(launch, timeout_s=timeout_s, deterministic=deterministic, run_dir=Path(config.run.dir))
         with group as job, MemoryWatch(plan, job.device) as memory:
-            trainer = Trainer(plan, job.device, job.watchdog)
+            trainer = Trainer(plan, job.device, job.ranks)
             memory.stage = trainer.stage
             trainer.run(stop)
     if trainer.files.hangs:

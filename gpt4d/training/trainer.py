@@ -25,9 +25,8 @@ from gpt4d.runtime import activity, gpu, signals
 from gpt4d.runtime.activity import MAIN
 from gpt4d.runtime.consensus import run_on_rank0
 from gpt4d.runtime.hangs import HangDetector
-from gpt4d.runtime.job import RAISED_ON_ALL_RANKS
+from gpt4d.runtime.job import RAISED_ON_ALL_RANKS, Ranks
 from gpt4d.runtime.signals import StopRequest
-from gpt4d.runtime.watchdog import Watchdog
 from gpt4d.step import TrainStep, build_stage, connect_stages
 from gpt4d.task import registry as tasks
 from gpt4d.training import measuring, preflight
@@ -39,15 +38,18 @@ _SLOW_STEPS = 2  # lazy initialization slows the first steps of a job
 class Trainer:
     """Trains on ``plan`` in the existing process group. All files of a run are in ``run.dir``.
 
-    ``watchdog`` ends the job if a collective takes longer than ``parallel.timeout_s``, from the first one to the end of
-    the run. Raises ConfigError on every rank for mistakes that only the data or a checkpoint can show.
+    The watchdog of ``ranks`` ends the job if a collective takes longer than ``parallel.timeout_s``, from the first one
+    to the end of the run. Raises ConfigError on every rank for mistakes that only the data or a checkpoint can show.
     """
 
-    def __init__(self, plan: PlanEstimate, device: torch.device, watchdog: Watchdog | None = None):
-        self.device, self.watchdog = device, watchdog
-        self.hang_detector = HangDetector({}, plan.config.parallel.timeout_s, Path(plan.config.run.dir) / "hang")
-        if watchdog:
-            watchdog.hang_detector = self.hang_detector
+    def __init__(self, plan: PlanEstimate, device: torch.device, ranks: Ranks | None = None):
+        self.device, self.ranks = device, ranks
+        stages = plan.stages if len(plan.stages) > 1 else ()
+        places = {rank: f"stage {stage.index}" for stage in stages for rank in stage.ranks}
+        hang_dir, timeout_s = Path(plan.config.run.dir) / "hang", plan.config.parallel.timeout_s
+        self.hang_detector = HangDetector({}, timeout_s, hang_dir, places)
+        if ranks:
+            ranks.watchdog.hang_detector = self.hang_detector
         if plan.config.train.deterministic:
             torch.use_deterministic_algorithms(True)
             # By default torch also fills every temporary tensor.
@@ -71,11 +73,11 @@ class Trainer:
         before_update, overlap = self.checkpoints.before_update, config.parallel.overlap.data
         is_spike, graphs = self.monitor.spikes if config.train.skip_spikes else None, config.train.cuda_graphs
         self.train_step = TrainStep(self.stage, task.compute, config.optim, overlap, before_update, is_spike, graphs)
-        if watchdog:
-            watchdog.finish_save, watchdog.record_failure = self.checkpoints.finish, self.files.fail
+        if ranks:
+            ranks.finish_save, ranks.record_failure = self.checkpoints.finish, self.files.fail
             for link in self.stage.exchange.links.values() if self.stage.exchange else ():
                 if link.worker is not None:
-                    link.worker.on_error = watchdog.end_job
+                    link.worker.on_error = ranks.fail
         common = plan, task, self.train_step, self.files
         self.validation = measuring.Validation(*common)
         self.evaluation = TrainingEvaluation(*common) if config.evaluate.every else None
@@ -98,14 +100,14 @@ class Trainer:
             with self._connecting("connecting the pipeline's stages"):
                 connect_stages(plan, stage, self.hosts.count(self.hosts[0]), timeout)
             self.hang_detector.axes = stage.axes
-            self.hang_detector.places = {rank: f"stage {each.index}" for each in plan.stages for rank in each.ranks}
         self.hang_detector.name_layers(stage.module)
         return stage
 
     @contextmanager
     def _connecting(self, name: str) -> Iterator[None]:
         """Limit the time in which the body connects ranks. A rank that is ready early waits for the remaining ranks."""
-        with MAIN.begin(name), activity.unlimited(), self.watchdog.limit(name) if self.watchdog else nullcontext():
+        limit = self.ranks.watchdog.limit(name) if self.ranks else nullcontext()
+        with MAIN.begin(name), activity.unlimited(), limit:
             yield
 
     def run(self, stop: StopRequest | None = None) -> None:
@@ -131,7 +133,7 @@ class Trainer:
         except BaseException as error:
             # In a job of several ranks, report the error immediately and end the process. The error may result from an
             # error of another rank, so nothing here may wait before the report.
-            if self.watchdog and not isinstance(error, RAISED_ON_ALL_RANKS):
+            if self.ranks and not isinstance(error, RAISED_ON_ALL_RANKS):
                 raise
             if isinstance(error, Exception):
                 self.files.fail(f"{type(error).__name__}: {error}")

@@ -218,10 +218,10 @@ def _stop_rank_1(stop: Callable[[], object], timeout_s: float, directory: Path, 
     grid, batches = step.stage.grid, local_batches(plan, step.stage)
     for number in range(_WARM_UP + 2):
         if number == _WARM_UP:
-            assert job.watchdog is not None
-            job.watchdog.hang_detector = hangs.HangDetector(grid.active_axes, timeout_s, directory)
-            job.watchdog.hang_detector.name_layers(step.stage.module)
-            job.watchdog.hang_detector.end_startup()
+            assert job.ranks is not None
+            detector = job.ranks.watchdog.hang_detector = hangs.HangDetector(grid.active_axes, timeout_s, directory)
+            detector.name_layers(step.stage.module)
+            detector.end_startup()
             if grid.world.index == 1:
                 stop()
         step(batches, plan.microbatches, units=1, lr=1e-3).loss.item()

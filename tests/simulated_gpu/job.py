@@ -160,6 +160,6 @@ def simulated_job(
         stack.enter_context(patch.object(attention_backends, "has_variable_length_attention", lambda device: True))
         stack.callback(lambda: dist.destroy_process_group() if dist.is_initialized() else None)  # after an error
         launch, backend = Launch(rank, world_size), f"cpu:simulated,{DEVICE}:simulated"
-        stack.enter_context(initialize(launch, dist.HashStore(), GPU, backend, 120.0, watchdog))
+        stack.enter_context(initialize(launch, dist.HashStore(), GPU, 120.0, watchdog, backend))
         stack.enter_context(job.observed())
         yield job
