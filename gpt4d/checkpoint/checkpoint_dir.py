@@ -57,31 +57,18 @@ class Progress:
 
 @dataclass
 class Meta:
-    """The metadata of a checkpoint, stored in ``meta.json`` with the format number and the model family's name.
+    """The metadata of a checkpoint, stored in ``meta.json`` with the format number and the model family's name."""
 
-    Attributes:
-        progress: how far the run was.
-        model: the settings of the model, of its family's dataclass.
-        grids: axis sizes of each stage's grid; empty for an imported model.
-        task: name of the task.
-        identity: fingerprints of the data (``check_task``), such as the tokenizer's checksum.
-        monitor: state of the loss monitor: named numbers per metric.
-        settings: the settings that decide the run's results (``recorded_settings``); empty for an imported model.
-        validation: the loss of each validation set at this step, by name; empty without a validation at this step.
-        position: the position of the next sample in the data (``Task.position``); empty if its index is sufficient.
-        extra: names of additional tensors, stored as ``extra.NAME``. ``Saver`` sets it.
-    """
-
-    progress: Progress
-    model: ModelConfig
-    grids: list[dict[str, int]]
-    task: str
-    identity: dict[str, str]
-    monitor: dict[str, dict[str, float]] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
-    validation: dict[str, float] = field(default_factory=dict)
-    position: dict[str, int] = field(default_factory=dict)
-    extra: list[str] = field(default_factory=list)
+    progress: Progress  # how far the run was
+    model: ModelConfig  # the settings of the model, of its family's dataclass
+    grids: list[dict[str, int]]  # axis sizes of each stage's grid; empty for an imported model
+    task: str  # name of the task
+    identity: dict[str, str]  # fingerprints of the data (``check_task``), such as the tokenizer's checksum
+    monitor: dict[str, dict[str, float]] = field(default_factory=dict)  # state of the loss monitor, by metric
+    settings: dict[str, Any] = field(default_factory=dict)  # ``recorded_settings``; empty for an imported model
+    validation: dict[str, float] = field(default_factory=dict)  # losses of validation sets at this step, by name
+    position: dict[str, int] = field(default_factory=dict)  # of the next sample (``Task.position``)
+    extra: list[str] = field(default_factory=list)  # names of additional tensors, stored as extra.NAME; set by Saver
 
     def to_json(self) -> bytes:
         values = {"format": _FORMAT, "family": registry.of(self.model).name, **asdict(self)}
@@ -137,9 +124,6 @@ class Checkpoint:
 
     The first access to ``meta``, ``manifest`` or ``files`` raises Damaged if the file is missing or invalid, and
     ConfigError if the file cannot be read.
-
-    Attributes:
-        path: the directory of the checkpoint.
     """
 
     path: Path

@@ -28,7 +28,6 @@ from gpt4d.runtime.files import read_json_lines, required_file
 from gpt4d.task.averages import PREFIX
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_MAX_FILE_SIZE = "5GB"
 _MODEL_SETTINGS, _GENERATION_SETTINGS = checkpoint_dir.MODEL_FILES
 
 
@@ -37,7 +36,7 @@ def export(
     out: Path,
     dtype: str | None = None,
     weights: str | None = None,
-    max_file_size: str | None = None,
+    max_file_size: str = "5GB",
 ) -> str:
     """Write a checkpoint's model, and its tokenizer if present, for transformers or diffusers.
 
@@ -46,7 +45,7 @@ def export(
         out: directory to create.
         dtype: float32, bfloat16 or float16; None for the dtype of the model that was imported, otherwise float32.
         weights: ``average`` or ``raw``; None for the averages from which samples are drawn, if the checkpoint has any.
-        max_file_size: maximum size of a file of weights, such as 5GB, which is the default.
+        max_file_size: maximum size of a file of weights.
 
     Returns a description of the exported weights. Raises ConfigError if ``out`` exists, the weights do not fit the
     dtype, or neither library has such models.
@@ -75,7 +74,7 @@ def export(
             (directory / name).parent.mkdir(exist_ok=True)
             _write_json(directory / name, values)
         folder = directory / adapter.FOLDER
-        _export_weights(files, prefix, folder, meta.model, adapter, dtype, max_file_size or _MAX_FILE_SIZE)
+        _export_weights(files, prefix, folder, meta.model, adapter, dtype, max_file_size)
         description = f"{'averaged' if prefix.startswith('extra.') else 'raw'} weights, {dtype}"
         card = _model_card(checkpoint, adapter, description)
         (directory / "README.md").write_text(card, encoding="utf-8")

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +80,9 @@ class RunCheckpoints:
             self.changes = {key: Change(*change) for key, change in changes.items()}
             self._initialize()
         best = config.checkpoint.keep_best
-        run_on_rank0(lambda: _mark_best(self.run_dir, best), "marking the best checkpoint")
-        for path in damaged:
-            aside = run_on_rank0(partial(_quarantine, path), f"renaming {path.name}")
+        run_on_rank0(lambda: str(lifecycle.mark_best(self.run_dir, best)), "marking the best checkpoint")
+        renamed = run_on_rank0(lambda: [str(lifecycle.quarantine(path)) for path in damaged], "renaming checkpoints")
+        for aside in renamed:
             log.event("damaged", f"renamed to {aside} until the next checkpoint is saved", path=aside)
         if progress.step >= config.train.steps:
             message = f"{self.run_dir} is complete; raise {length_key(config.train)} or set another run.name"
@@ -199,11 +198,3 @@ class RunCheckpoints:
                 message += f"; the best for {self.plan.config.checkpoint.keep_best} is {saved.best.name}"
                 values["best"] = str(saved.best)
             self.log.event("checkpoint", message, **values, path=str(saved.path), **times)
-
-
-def _mark_best(run_dir: Path, validation_set: str | None) -> None:
-    lifecycle.mark_best(run_dir, validation_set)
-
-
-def _quarantine(directory: Path) -> str:
-    return str(lifecycle.quarantine(directory))

@@ -156,7 +156,8 @@ class Saver:
         def complete() -> None:
             with self._user_errors(saved.path.name, f"rank {rank}: "):
                 tensor_files.complete_directory(partial, written, documents)
-                saved.best = self._commit(partial)
+                final, config = lifecycle.commit(partial), self.config
+                saved.best = lifecycle.retain(final, config.keep, config.keep_every, config.keep_best)
 
         try:
             own = run_on_all_ranks(write, name, SAVE, self._group)
@@ -169,10 +170,6 @@ class Saver:
                     lifecycle.remove_leftovers(self.run_dir)  # they may fill the disk
             raise
         saved.seconds = time.perf_counter() - started
-
-    def _commit(self, partial: Path) -> Path | None:
-        config = self.config
-        return lifecycle.retain(lifecycle.commit(partial), config.keep, config.keep_every, config.keep_best)
 
     @contextmanager
     def _user_errors(self, name: str, where: str = "") -> Iterator[None]:

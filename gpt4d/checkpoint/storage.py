@@ -128,10 +128,8 @@ def load(
     files, progress = checkpoint.files, checkpoint.meta.progress
     if not any(name.startswith("optim.") for name in files.tensors):
         optimizer = extra = None
-    shards = parts(model, optimizer, extra) | _weights(model)  # every rank needs all rows
-    if checkpoint.meta.model.lora is None:  # the adapters are new
-        shards = {name: shard for name, shard in shards.items() if not shard.spec.is_adapter}
-    run_on_all_ranks(lambda: fill(shards, files, grid), f"loading {name}")
+    # Every rank needs all rows.
+    _fill(parts(model, optimizer, extra) | _weights(model), checkpoint, grid, f"loading {name}")
     if optimizer is not None:
         optimizer.set_updates(progress.step - progress.skipped)
 
@@ -141,17 +139,18 @@ def load_averages(checkpoint: Checkpoint, model: nn.Module, grid: Grid) -> bool:
 
     All ranks must call this function after ``load``, which verifies the checkpoint.
     """
-    files = checkpoint.files
-    if not any(name.startswith(f"extra.{PREFIX}") for name in files.tensors):
+    if not any(name.startswith(f"extra.{PREFIX}") for name in checkpoint.files.tensors):
         return False
-    named: dict[str, Any] = dict(model.named_parameters())
-    shards = {
-        f"extra.{PREFIX}{name}": LocalShard(p.detach(), p.spec)
-        for name, p in named.items()
-        if not p.spec.is_adapter or checkpoint.meta.model.lora is not None
-    }
-    run_on_all_ranks(lambda: fill(shards, files, grid), f"loading averages of {checkpoint.path.name}")
+    shards = {f"extra.{PREFIX}{name.removeprefix('model.')}": shard for name, shard in _weights(model).items()}
+    _fill(shards, checkpoint, grid, f"loading averages of {checkpoint.path.name}")
     return True
+
+
+def _fill(shards: Mapping[str, LocalShard], checkpoint: Checkpoint, grid: Grid, work: str) -> None:
+    """Read the shards that the checkpoint has on all ranks. A checkpoint without adapters leaves them unchanged."""
+    if checkpoint.meta.model.lora is None:
+        shards = {name: shard for name, shard in shards.items() if not shard.spec.is_adapter}
+    run_on_all_ranks(lambda: fill(shards, checkpoint.files, grid), work)
 
 
 def fill(shards: Mapping[str, LocalShard], files: Files, grid: Grid) -> None:
@@ -189,8 +188,15 @@ def verify(checkpoint: Checkpoint, index: int = 0, of: int = 1) -> None:
     Ranks share the work that grows with the checkpoint: this call verifies share ``index`` of ``of`` shares. Raises
     Damaged, naming the file, if the checkpoint is not intact.
     """
-    verify_files(checkpoint, index, of)
-    directory, meta, tensors = checkpoint.path, checkpoint.meta, checkpoint.files.tensors
+    directory, entries = checkpoint.path, checkpoint.manifest
+    for name in (checkpoint_dir.META, TENSORS):
+        if name not in entries:
+            raise Damaged(f"{directory / MANIFEST}: {name} is not listed")
+    tensor_files.check_files(directory, entries, sorted(entries)[index::of])
+    files, tensors = checkpoint.files, checkpoint.files.tensors
+    for name in sorted(tensors)[index::of]:
+        files.check(name, entries)
+    meta = checkpoint.meta
     if re.fullmatch(r"step_\d+", directory.name) and directory.name != checkpoint_dir.name(meta.progress.step):
         raise Damaged(f"{directory}: renamed, {checkpoint_dir.META} is of step {meta.progress.step}")
     states: dict[str, set[str]] = {}  # by parameter
@@ -212,17 +218,5 @@ def verify(checkpoint: Checkpoint, index: int = 0, of: int = 1) -> None:
             raise Damaged(f"{directory / TENSORS}: extra.{name} is missing")
     if unknown:
         raise Damaged(f"{directory / TENSORS}: {min(unknown)} is not a tensor of this model")
-    if "tokenizer" in meta.identity and tokenizers.FILE not in checkpoint.manifest:
+    if "tokenizer" in meta.identity and tokenizers.FILE not in entries:
         raise Damaged(f"{directory / MANIFEST}: {tokenizers.FILE} is not listed")
-
-
-def verify_files(checkpoint: Checkpoint, index: int = 0, of: int = 1) -> None:
-    """Verify the files of a checkpoint like ``verify``, without comparing its tensors with a model's."""
-    entries = checkpoint.manifest
-    for name in (checkpoint_dir.META, TENSORS):
-        if name not in entries:
-            raise Damaged(f"{checkpoint.path / MANIFEST}: {name} is not listed")
-    tensor_files.check_files(checkpoint.path, entries, sorted(entries)[index::of])
-    files = checkpoint.files
-    for name in sorted(files.tensors)[index::of]:
-        files.check(name, entries)

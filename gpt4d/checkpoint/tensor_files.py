@@ -12,7 +12,6 @@ import errno
 import json
 import math
 import os
-import stat
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ import xxhash
 from gpt4d.config import ConfigError
 from gpt4d.parallel.lazy import torch
 from gpt4d.runtime import activity
-from gpt4d.runtime.files import FileEntry, NewFile, checksum, counts, sync, write_file
+from gpt4d.runtime.files import FileEntry, NewFile, checksum, counts, open_no_link, sync, write_file
 
 T = TypeVar("T")
 Region = tuple[tuple[int, int], ...]  # (start, stop) along each dim of a global tensor
@@ -264,17 +263,14 @@ def parse_json(path: Path, convert: Callable[[Any], T]) -> T:
 def open_regular(path: Path):
     """Open a checkpoint's file unbuffered. Raises Damaged unless it is a regular file: checkpoints may be untrusted."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        return open(path, "rb", buffering=0, opener=open_no_link)
     except (FileNotFoundError, NotADirectoryError):
         raise Damaged(f"{path}: missing") from None
     except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise Damaged(f"{path}: a link; replace it with the file itself") from None
+        problems = {errno.ELOOP: "a link; replace it with the file itself", errno.EINVAL: "not a regular file"}
+        if error.errno in problems:
+            raise Damaged(f"{path}: {problems[error.errno]}") from None
         raise ConfigError(f"{path}: {error.strerror}") from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise Damaged(f"{path}: not a regular file")
-    return open(descriptor, "rb", buffering=0)
 
 
 def _checksum(files: Mapping) -> str:

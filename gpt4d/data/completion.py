@@ -28,15 +28,10 @@ TRAINED = 8192  # size of a tokenizer that is trained on the corpus, unless data
 
 
 class Completion(NamedTuple):
-    """A configuration without open values.
-
-    Attributes:
-        config: the configuration.
-        origins: for each value that was open, the file or the setting from which it follows, by its key.
-    """
+    """A configuration without open values."""
 
     config: Config
-    origins: Mapping[str, str]
+    origins: Mapping[str, str]  # for each value that was open, the file or the setting from which it follows
 
 
 def completion(config: Config) -> Completion:

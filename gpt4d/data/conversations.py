@@ -24,17 +24,11 @@ OTHER_ROLES = "messages without effect, as data.train_on=assistant"
 
 
 class Conversation(NamedTuple):
-    """Messages with ``role`` and ``content``, as chat templates read them.
-
-    Attributes:
-        messages: the messages.
-        first: index of the first message that may have a loss.
-        tools: descriptions of the tools that the assistant may call; None without tools.
-    """
+    """Messages with ``role`` and ``content``, as chat templates read them."""
 
     messages: list[dict[str, Any]]
-    first: int = 0
-    tools: list | None = None
+    first: int = 0  # index of the first message that may have a loss
+    tools: list | None = None  # descriptions of the tools that the assistant may call; None without tools
 
     def trained(self, train_on: str) -> list[int]:
         """Return the indices of the messages that have a loss with this value of ``data.train_on``.

@@ -23,19 +23,12 @@ _TAGS = ("ETag", "etag", "md5Hash", "content_md5", "crc32c")
 
 
 class CorpusFile(NamedTuple):
-    """A file of a corpus.
+    """A file of a corpus."""
 
-    Attributes:
-        location: path or URL.
-        size: bytes, 0 if a server does not state them.
-        tag: checksum of the content by a remote file system; empty if unknown.
-        retry_s: seconds for which a failed read of a remote file is repeated.
-    """
-
-    location: str
-    size: int
-    tag: str = ""
-    retry_s: float = 0.0
+    location: str  # path or URL
+    size: int  # bytes, 0 if a server does not state them
+    tag: str = ""  # checksum of the content by a remote file system; empty if unknown
+    retry_s: float = 0.0  # seconds for which a failed read of a remote file is repeated
 
     @classmethod
     def local(cls, path: str | Path) -> "CorpusFile":

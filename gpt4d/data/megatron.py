@@ -57,15 +57,10 @@ def index_file(prefix: str) -> Path:
 
 
 class Index(NamedTuple):
-    """Documents of an indexed dataset.
+    """Documents of an indexed dataset."""
 
-    Attributes:
-        dtype: dtype of the tokens, an integer.
-        bounds: [documents + 1], int64: document i has the tokens ``bounds[i]`` to ``bounds[i + 1]``.
-    """
-
-    dtype: np.dtype
-    bounds: np.ndarray
+    dtype: np.dtype  # of the tokens, an integer
+    bounds: np.ndarray  # [documents + 1], int64: document i has the tokens bounds[i] to bounds[i + 1]
 
     @classmethod
     def read(cls, prefix: str) -> "Index":

@@ -30,6 +30,7 @@ from gpt4d.data.documents import Document, is_held_out
 from gpt4d.data.tokens import PartWriter, TokenFiles
 from gpt4d.runtime.errors import warn
 from gpt4d.runtime.files import counts, replace_file, sync, write_file
+from gpt4d.runtime.machine import usable_cores
 from gpt4d.runtime.parent import end_with_parent
 
 PROGRESS = "progress.json"
@@ -40,19 +41,12 @@ _process_state: Encode  # set in each encoding process
 
 
 class Encoded(NamedTuple):
-    """The tokens of a document.
+    """The tokens of a document."""
 
-    Attributes:
-        held_out: whether the document is in the validation split.
-        ids: its token ids in the dtype of the files. A text has the first tokens before it, and ends with end-of-text.
-        mask: uint8, 1 for the tokens of a conversation that have a loss; None for a text, whose tokens all have one.
-        unknown: number of its characters and words that are not in the vocabulary.
-    """
-
-    held_out: bool
-    ids: np.ndarray
-    mask: np.ndarray | None = None
-    unknown: int = 0
+    held_out: bool  # whether the document is in the validation split
+    ids: np.ndarray  # in the dtype of the files; a text has the first tokens before it, and ends with end-of-text
+    mask: np.ndarray | None = None  # uint8, 1 for tokens of a conversation with a loss; None for a text
+    unknown: int = 0  # number of its characters and words that are not in the vocabulary
 
 
 class Encoding(NamedTuple):
@@ -100,7 +94,7 @@ def encode_documents(documents: Iterable[Document], encoding: Encoding, processe
 
     Raises ConfigError if a process is killed.
     """
-    processes = processes or _cores()
+    processes = processes or usable_cores()
     batches = _batches(documents)
     first = list(itertools.islice(batches, 2))
     if processes == 1 or len(first) < 2:  # one batch is not worth starting a process
@@ -165,10 +159,6 @@ def _start_process(encoding: Encoding) -> None:
 
 def _encode_in_process(batch: list[Document]) -> list[Encoded]:
     return [_process_state(document) for document in batch]
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def identity_of(config: DataConfig) -> str:

@@ -138,15 +138,10 @@ class DocumentSequences(Sequences):
 
 
 class Packing(NamedTuple):
-    """Documents by sequence.
+    """Documents by sequence."""
 
-    Attributes:
-        documents: numbers of the documents, sequence after sequence. Documents that exceed a sequence are left out.
-        bounds: [sequences + 1]: sequence i has ``documents[bounds[i] : bounds[i + 1]]``.
-    """
-
-    documents: np.ndarray
-    bounds: np.ndarray
+    documents: np.ndarray  # numbers, sequence after sequence; documents that exceed a sequence are left out
+    bounds: np.ndarray  # [sequences + 1]: sequence i has documents[bounds[i] : bounds[i + 1]]
 
 
 def pack(lengths: np.ndarray, capacity: int) -> Packing:

@@ -22,19 +22,12 @@ _CACHED = 2  # blocks, since a batch can begin in one block and end in the next
 
 
 class Position(NamedTuple):
-    """A token of the training text, at which a sequence begins.
+    """A token of the training text, at which a sequence begins."""
 
-    Attributes:
-        epoch: number of times that all files have been read before.
-        file: index of the file, or of the shard of a hub dataset.
-        document: index of the document in the file.
-        token: index of the token in the document.
-    """
-
-    epoch: int = 0
-    file: int = 0
-    document: int = 0
-    token: int = 0
+    epoch: int = 0  # number of times that all files have been read before
+    file: int = 0  # index of the file, or of the shard of a hub dataset
+    document: int = 0  # index of the document in the file
+    token: int = 0  # index of the token in the document
 
 
 class Stream:

@@ -76,19 +76,6 @@ def special_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
     return found
 
 
-def of_checkpoint(files: Mapping[str, bytes], checkpoint: object) -> Tokenizer:
-    """Return the tokenizer in a checkpoint's files. Raises ConfigError if it is missing or damaged.
-
-    ``checkpoint``: the path in the message.
-    """
-    if FILE not in files:
-        raise ConfigError(
-            f"checkpoint={checkpoint}: it has no tokenizer; import the model with tokenizer=NAME, or train it with "
-            "data.tokenizer"
-        )
-    return parse(files, checkpoint)
-
-
 def vocabulary(tokenizer: Tokenizer) -> int:
     """Return the largest id plus one, which may exceed the number of tokens, since some tokenizers skip ids."""
     return max(tokenizer.get_vocab().values()) + 1

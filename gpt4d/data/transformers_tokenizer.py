@@ -162,7 +162,12 @@ def load(files: Mapping[str, bytes], checkpoint: object, max_length: int | None 
     Arguments as for ``write``; ``checkpoint`` is the path in the message. Raises ConfigError if the checkpoint has no
     tokenizer, or a damaged one.
     """
-    tokenizer = tokenizers.of_checkpoint(files, checkpoint)
+    if FILE not in files:
+        raise ConfigError(
+            f"checkpoint={checkpoint}: it has no tokenizer; import the model with tokenizer=NAME, or train it with "
+            "data.tokenizer"
+        )
+    tokenizer = tokenizers.parse(files, checkpoint)
     from transformers import AutoTokenizer
 
     damaged = f"{checkpoint}: transformers cannot read the files of the tokenizer (%s); restore them"
@@ -178,16 +183,13 @@ def load(files: Mapping[str, bytes], checkpoint: object, max_length: int | None 
 
 
 def end_tokens(tokenizer: "PreTrainedTokenizerBase", files: Mapping[str, bytes]) -> list[int]:
-    """Return the ids of the tokens that end a text: the tokenizer's token, and tokens of the generation settings."""
-    settings = generation_settings(files)
-    own = settings.get("eos_token_id")
-    ids = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
-    return list(dict.fromkeys(int(token) for token in ids if token is not None))
+    """Return the ids of the tokens that end a text: the tokenizer's token, and tokens of the generation settings.
 
-
-def generation_settings(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """Return the generation settings in ``files``; none without a file. Raises ConfigError for a damaged file."""
+    Raises ConfigError for damaged generation settings.
+    """
     try:
-        return dict(json.loads(files.get(GENERATION_SETTINGS, b"{}")))
+        own = dict(json.loads(files.get(GENERATION_SETTINGS, b"{}"))).get("eos_token_id")
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{GENERATION_SETTINGS} of the checkpoint: damaged ({error}); restore the file") from None
+    ids = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
+    return list(dict.fromkeys(int(token) for token in ids if token is not None))

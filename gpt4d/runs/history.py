@@ -1,6 +1,7 @@
 """The history of a run: its metrics.jsonl, read while the run may still write to it."""
 
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -19,48 +20,39 @@ class Point(NamedTuple):
     loss: float
 
 
+@dataclass
 class History:
     """The losses and events of a run. ``update`` reads the lines that the run has written since the last call.
 
-    Attributes:
-        training: logged training losses by step. Steps that a restart repeats or discards count once or not at all.
-        validation: losses of the held-out data by step.
-        sets: losses of each additional validation set by step, by the name of the set.
-        unit: the unit of ``Point.seen``, tokens or images.
-        step: the last logged step.
-        step_time_s: seconds per step, from the last line of a step.
-        per_s: tokens or images per second, from the same line.
-        time: when the last line was written, in seconds since 1970.
-        started: whether a start is recorded.
-        ending: the event that ended the newest start: done, signal or failed; None while it runs or if it was killed.
-        problem: the error of a failed start.
-        unreadable: why metrics.jsonl cannot be read.
+    Steps that a restart repeats or discards count once or not at all.
     """
 
-    def __init__(self, run_dir: Path):
-        self.path = run_dir / "metrics.jsonl"
-        self.training: dict[int, Point] = {}
-        self.validation: dict[int, Point] = {}
-        self.sets: dict[str, dict[int, Point]] = {}
-        self.unit = "tokens"
-        self.step = 0
-        self.step_time_s: float | None = None
-        self.per_s: float | None = None
-        self.time: float | None = None
-        self.started = False
-        self.ending: str | None = None
-        self.problem: str | None = None
-        self.unreadable: str | None = None
-        self._read_bytes = 0
+    run_dir: Path
+    training: dict[int, Point] = field(default_factory=dict)  # logged training losses by step
+    validation: dict[int, Point] = field(default_factory=dict)  # losses of the held-out data by step
+    sets: dict[str, dict[int, Point]] = field(default_factory=dict)  # losses of the other validation sets, by name
+    unit: str = "tokens"  # the unit of ``Point.seen``, tokens or images
+    step: int = 0  # the last logged step
+    step_time_s: float | None = None  # seconds per step, from the last line of a step
+    per_s: float | None = None  # tokens or images per second, from the same line
+    time: float | None = None  # when the last line was written, in seconds since 1970
+    started: bool = False  # whether a start is recorded
+    ending: str | None = None  # how the newest start ended: done, signal or failed; None if it runs or was killed
+    problem: str | None = None  # the error of a failed start
+    unreadable: str | None = None  # why metrics.jsonl cannot be read
+    _read_bytes: int = 0
+
+    def __post_init__(self) -> None:
         self.update()
 
     def update(self) -> None:
         """Read the new complete lines. A line that a crash has cut off is ignored."""
+        path = self.run_dir / "metrics.jsonl"
         try:
-            content = read_regular(self.path, self._read_bytes)
+            content = read_regular(path, self._read_bytes)
             self.unreadable = None
         except OSError as error:
-            self.unreadable = f"{self.path.name}: {error.strerror}"
+            self.unreadable = f"{path.name}: {error.strerror}"
             return
         complete = content[: content.rfind(b"\n") + 1]
         self._read_bytes += len(complete)

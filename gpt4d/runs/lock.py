@@ -97,11 +97,11 @@ class DirectoryLock:
         self._file.close()
 
 
-def check_unused(directory: Path, name: str = RUN_LOCK) -> None:
-    """Raise ConfigError if another process holds the lock of ``directory``, without taking the lock."""
-    holder = last_holder(directory, name)
-    if is_locked(directory, name) and not (holder and holder.requeued_as(Holder.this_process())):
-        raise _in_use(directory, name, holder)
+def check_unused(directory: Path) -> None:
+    """Raise ConfigError if another process holds the lock of a run directory, without taking the lock."""
+    holder = last_holder(directory)
+    if is_locked(directory) and not (holder and holder.requeued_as(Holder.this_process())):
+        raise _in_use(directory, RUN_LOCK, holder)
 
 
 def is_locked(directory: Path, name: str = RUN_LOCK) -> bool:
@@ -115,10 +115,10 @@ def is_locked(directory: Path, name: str = RUN_LOCK) -> bool:
     return answer[_TYPE_INDEX] != fcntl.F_UNLCK
 
 
-def last_holder(directory: Path, name: str = RUN_LOCK) -> Holder | None:
-    """Return the process that holds or has held the lock of ``directory``; None if no process has."""
+def last_holder(directory: Path) -> Holder | None:
+    """Return the process that holds or has held the lock of a run directory; None if no process has."""
     try:
-        with open(directory / name, encoding="utf-8", opener=open_regular) as file:
+        with open(directory / RUN_LOCK, encoding="utf-8", opener=open_regular) as file:
             return read_holder(file)
     except OSError:
         return None

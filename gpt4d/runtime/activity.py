@@ -14,25 +14,15 @@ from dataclasses import dataclass
 
 @dataclass(eq=False)
 class Activity:
-    """One activity of a thread.
+    """One activity of a thread."""
 
-    Attributes:
-        name: the name in reports, such as "reading the metrics of step 5".
-        number: index of the activity on its track, from 1.
-        thread: identifier of the thread.
-        started: time.monotonic of its beginning.
-        waits: this rank waits for other ranks and does not work.
-        unlimited: its work has no time limit, even without visible progress.
-        progress: increases with every visible progress of its work.
-    """
-
-    name: str
-    number: int
-    thread: int
-    started: float
-    waits: bool = False
-    unlimited: bool = False
-    progress: int = 0
+    name: str  # the name in reports, such as "reading the metrics of step 5"
+    number: int  # index of the activity on its track, from 1
+    thread: int  # identifier of the thread
+    started: float  # time.monotonic of its beginning
+    waits: bool = False  # this rank waits for other ranks and does not work
+    unlimited: bool = False  # its work has no time limit, even without visible progress
+    progress: int = 0  # increases with every visible progress of its work
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -56,6 +56,11 @@ def open_regular(path: str | Path, flags: int) -> int:
     return descriptor
 
 
+def open_no_link(path: str | Path, flags: int) -> int:
+    """Open a regular file as ``open_regular`` does. Raises OSError also for a link."""
+    return open_regular(path, flags | os.O_NOFOLLOW)
+
+
 def read_regular(path: Path, start: int = 0) -> bytes:
     """Return the content of a regular file from byte ``start``; empty if there is no file. Raises OSError."""
     try:

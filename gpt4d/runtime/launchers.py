@@ -23,31 +23,18 @@ _RESTART_PORTS = 4999  # distance between the ports of a Slurm job's starts; not
 
 @dataclass(frozen=True)
 class Launcher:
-    """The variables of one launcher. The functions take the environment of a process that it has started.
+    """The variables of one launcher. The functions take the environment of a process that it has started."""
 
-    Attributes:
-        program: the command that starts the processes.
-        markers: variables that are set together only in these processes.
-        rank: the variable with the rank in the job.
-        local_rank: the variable with the rank among the processes of the node.
-        world_size: returns the number of ranks of the job.
-        local_world_size: returns the number of ranks on the node.
-        host: returns the host of rank 0; "" if no variable contains the host.
-        start: returns a name of this start of the job, equal on all ranks; "" for a start without a name.
-        port: returns the port of rank 0. Jobs that may share a node have different ports.
-        find_host: a shell command that prints the host of rank 0, for messages.
-    """
-
-    program: str
-    markers: tuple[str, ...]
-    rank: str
-    local_rank: str
-    world_size: Callable[[Environment], int]
-    local_world_size: Callable[[Environment], int]
-    host: Callable[[Environment], str]
-    start: Callable[[Environment], str]
-    port: Callable[[Environment], int]
-    find_host: str = "hostname, on the node of rank 0"
+    program: str  # the command that starts the processes
+    markers: tuple[str, ...]  # variables that are set together only in these processes
+    rank: str  # the variable with the rank in the job
+    local_rank: str  # the variable with the rank among the processes of the node
+    world_size: Callable[[Environment], int]  # returns the number of ranks of the job
+    local_world_size: Callable[[Environment], int]  # returns the number of ranks on the node
+    host: Callable[[Environment], str]  # returns the host of rank 0; "" if no variable contains the host
+    start: Callable[[Environment], str]  # returns a name of this start, equal on all ranks; "" without a name
+    port: Callable[[Environment], int]  # returns the port of rank 0, which differs between jobs that may share a node
+    find_host: str = "hostname, on the node of rank 0"  # a shell command that prints that host, for messages
 
     def started(self, environment: Environment) -> bool:
         return all(name in environment for name in self.markers)

@@ -24,7 +24,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from gpt4d.runtime.errors import ConfigError, NodeError, PortTaken
-from gpt4d.runtime.files import open_regular
+from gpt4d.runtime.files import open_no_link
 from gpt4d.runtime.launch import Launch
 
 T = TypeVar("T")
@@ -96,11 +96,7 @@ def _create(path: Path) -> None:
 
 def _read(path: Path) -> str:
     """Return the content of the secret's file. Raises ConfigError if another user can have written or read it."""
-
-    def open_own(name: str, flags: int) -> int:
-        return open_regular(name, flags | os.O_NOFOLLOW)
-
-    with open(path, encoding="ascii", errors="replace", opener=open_own) as file:
+    with open(path, encoding="ascii", errors="replace", opener=open_no_link) as file:
         found = os.fstat(file.fileno())
         if found.st_uid != os.geteuid() or found.st_mode & 0o077:
             raise ConfigError(

@@ -83,21 +83,13 @@ def _prompts(config: GenerateConfig) -> list[str]:
 
 
 class _Data(NamedTuple):
-    """The data of a run, as rank 0 finds and prepares them.
+    """The data of a run, as rank 0 finds and prepares them."""
 
-    Attributes:
-        files: token files (``opened``). For a stream, they contain the first held-out documents.
-        weights: the weight of each of the token files in each stage of a blend.
-        sets: token files and split of each validation set.
-        identity: identity of the text of a stream; None: the run trains on ``files``.
-        text: the files of a stream (``CorpusFile``).
-    """
-
-    files: list[tuple[str, str | None]]
-    weights: list[list[int]]
-    sets: dict[str, tuple[tuple[str, str | None], str]]
-    identity: str | None
-    text: list[CorpusFile]
+    files: list[tuple[str, str | None]]  # token files (``opened``); for a stream, the first held-out documents
+    weights: list[list[int]]  # the weight of each of the token files in each stage of a blend
+    sets: dict[str, tuple[tuple[str, str | None], str]]  # token files and split of each validation set
+    identity: str | None  # identity of the text of a stream; None: the run trains on ``files``
+    text: list[CorpusFile]  # the files of a stream
 
 
 def _prepare(config: Config) -> _Data:

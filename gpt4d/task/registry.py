@@ -18,23 +18,16 @@ if TYPE_CHECKING:
 class TaskEntry:
     """A task in the registry.
 
-    Attributes:
-        name: its name in model families and checkpoints.
-        check: raises ConfigError for settings that the task cannot use. It needs no process group and no torch.
-        create: returns the task with its data opened. All ranks call it, and it raises ConfigError on all or none.
-        generate: produces something with the model of a stage and the files of the checkpoint's tokenizer, by name,
-            and returns a message; None if the task has nothing to generate. All ranks call it. Raises ConfigError for
-            missing settings.
-        data: kind of its training data, ``text`` or ``images``.
-        own_data: settings that select such data, for messages.
+    ``generate`` produces something with the model of a stage and the files of the checkpoint's tokenizer, by name, and
+    returns a message. All ranks call it. Raises ConfigError for missing settings.
     """
 
-    name: str
-    check: Callable[[Config], None]
-    create: Callable[[Config], Task]
-    generate: "Callable[[GenerateConfig, Mapping[str, bytes], Stage], str] | None" = None
-    data: str = "data"
-    own_data: str = "data=…"
+    name: str  # its name in model families and checkpoints
+    check: Callable[[Config], None]  # raises ConfigError for unusable settings, without process group and torch
+    create: Callable[[Config], Task]  # returns the task with its data opened; raises ConfigError on all ranks or none
+    generate: "Callable[[GenerateConfig, Mapping[str, bytes], Stage], str] | None" = None  # None: nothing to generate
+    data: str = "data"  # kind of its training data, text or images
+    own_data: str = "data=…"  # settings that select such data, for messages
 
 
 _tasks: dict[str, TaskEntry] = {}

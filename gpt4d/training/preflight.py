@@ -6,7 +6,8 @@ import platform
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+import timeit
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -164,14 +165,7 @@ def code_hash() -> str:
 
 def best_time(work: Callable[[], None]) -> float:
     """Return the shortest of several times of ``work``, in seconds."""
-    return min(_times(work))
-
-
-def _times(work: Callable[[], None]) -> Iterator[float]:
-    for _ in range(_REPEATS):
-        started = time.perf_counter()
-        work()
-        yield time.perf_counter() - started
+    return min(timeit.repeat(work, repeat=_REPEATS, number=1))
 
 
 def compute(device: torch.device) -> None:

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,19 +43,12 @@ _SWEEP_PIPE = "GPT4D_SWEEP_PIPE"  # descriptor of a pipe that closes when the sw
 
 @dataclass(frozen=True)
 class Job:
-    """One combination of a sweep.
+    """One combination of a sweep."""
 
-    Attributes:
-        name: the name of the job's directory.
-        overrides: the arguments of train.py.
-        swept: the overrides that differ between the jobs.
-        config: the configuration, with the directory of the job.
-    """
-
-    name: str
-    overrides: list[str]
-    swept: list[str]
-    config: Config
+    name: str  # of the job's directory
+    overrides: list[str]  # the arguments of train.py
+    swept: list[str]  # the overrides that differ between the jobs
+    config: Config  # with the directory of the job
 
     @classmethod
     def create(cls, overrides: list[str], swept_keys: Collection[str]) -> "Job":
@@ -219,7 +213,9 @@ class _JobProcess:
         read_end, write_end = os.pipe()
         try:
             environment = {**environment, _SWEEP_PIPE: str(read_end)}
-            self.process = subprocess.Popen(command, env=environment, pass_fds=[read_end], preexec_fn=_ignore_ctrl_c)
+            # Ctrl-C ends a new job only through ``_receive`` until the job handles signals.
+            ignore = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+            self.process = subprocess.Popen(command, env=environment, pass_fds=[read_end], preexec_fn=ignore)
             if self.signal:  # it arrived while the process started
                 self.process.terminate()
             return self.process.wait()
@@ -232,11 +228,6 @@ class _JobProcess:
         if self.process:
             # Until the job listens to signals, it ignores SIGINT.
             self.process.send_signal(signal.SIGTERM if number == signal.SIGINT else number)
-
-
-def _ignore_ctrl_c() -> None:
-    """Let Ctrl-C end a new job only through ``_JobProcess._receive`` until the job handles signals."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def end_with_sweep() -> None:
