@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from gpt4d.config import GridSizes
-from gpt4d.parallel.comm import collectives
+from gpt4d.parallel.comm.collectives import Axis
 from gpt4d.parallel.engine.interleave import YieldPoint, run
 from gpt4d.parallel.grid import Grid
 from tests.support.grids import build_tiny_stage, tiny_batch
@@ -43,11 +43,11 @@ def collectives_of_a_step(recompute, parallel):
         return call
 
     def recorded(kind):
-        start = getattr(collectives, f"start_{kind}")
+        start = getattr(Axis, f"start_{kind}")
 
-        def record(tensor, axis, *rest, parameter=None, **options):
-            pending, begun = start(tensor, axis, *rest, parameter=parameter, **options), computed[0]
-            name = names.get(parameter, "")
+        def record(axis, *args, **options):
+            pending, begun = start(axis, *args, **options), computed[0]
+            name = names.get(options.get("parameter"), "")
             if pending.run and axis.name in ("x", "y") and name.startswith("blocks") and "norm" not in name:
                 wait = pending.run.wait
 
@@ -59,7 +59,7 @@ def collectives_of_a_step(recompute, parallel):
                 pending.run.wait = waited
             return pending
 
-        return patch.object(collectives, f"start_{kind}", record)
+        return patch.object(Axis, f"start_{kind}", record)
 
     with ExitStack() as patches:
         for kind in ("all_reduce", "all_gather", "reduce_scatter"):

@@ -9,7 +9,6 @@ from benchmarks.laboratory.virtual_device import VirtualDevice
 from gpt4d.config import ClusterConfig, Config, GridSizes, LevelConfig, MeasuredConfig, TrainConfig
 from gpt4d.model import registry
 from gpt4d.model.gpt2 import GPT2Config
-from gpt4d.parallel.comm import collectives
 from gpt4d.planner.device import KINDS, Device, Links, sent_bytes
 from gpt4d.planner.topology import SHIFT, RankSpan, crossed_levels, node_size, paper_bandwidths, spans, speed
 from gpt4d.planner.workload import all_reduced_bytes
@@ -152,7 +151,7 @@ def seconds_by_hosts(kind: str, nbytes: int) -> tuple[float, float]:
     def run(ranks_per_host: int) -> float:
         device = VirtualDevice(1e12, 1e12, 0, intra_host_mb_s=1, ranks_per_host=ranks_per_host, source=FakeTime())
         with device:
-            getattr(collectives, f"start_{kind}")(tensor, axis).wait()
+            getattr(axis, f"start_{kind}")(tensor).wait()
             return device.source.now
 
     inside = run(3)
