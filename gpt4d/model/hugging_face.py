@@ -171,9 +171,7 @@ print(tokenizer.decode(ids[0], skip_special_tokens=True))
         sizes = [theirs for ours, theirs in read.items() if hints.get(ours) in (int, int | None)]
         check_sizes(source, {theirs: values[theirs] for theirs in sizes})
         found = {ours: values[theirs] for ours, theirs in read.items()} | dict(table.fixed) | self.read(source, values)
-        own = {
-            each.name for each in fields(self.config)
-        }  # the family has the remaining ones as attributes of the class
+        own = {each.name for each in fields(self.config)}  # the class has the remaining ones as attributes
         assert all(key in own or hasattr(self.config, key) for key in found), found
         return self.config(name=source, **{key: value for key, value in found.items() if key in own})
 
@@ -196,14 +194,8 @@ def _older_names(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # Settings that transformers reads for each kind of model, although its configurations do not declare them.
-_EVERY_FAMILY: dict[str, tuple] = {
-    "is_causal": (True,),
-    "per_layer_config": (None,),
-    "attribute_map": (None,),
-    "configuration_files": (None,),
-    "transformers_weights": (None,),
-    "fusion_config": (None,),
-}
+_ABSENT = "per_layer_config", "attribute_map", "configuration_files", "transformers_weights", "fusion_config"
+_EVERY_FAMILY: dict[str, tuple] = {"is_causal": (True,), **dict.fromkeys(_ABSENT, (None,))}
 
 
 def transformers_settings(source: str, values: Mapping[str, Any]) -> dict[str, Any]:

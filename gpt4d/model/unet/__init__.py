@@ -30,10 +30,9 @@ def _check(config: Config) -> None:
                 f"{', '.join(map(str, sizes))}"
             )
     _check_channels(model)
-    if config.train.seq_len != 1:
-        raise ConfigError(f"train.seq_len={config.train.seq_len}: an image has no tokens; leave it out")
-    if config.parallel.context != 1:
-        raise ConfigError(f"parallel.context={config.parallel.context}: an image has no tokens; leave it out")
+    for key, value in (("train.seq_len", config.train.seq_len), ("parallel.context", config.parallel.context)):
+        if value != 1:
+            raise ConfigError(f"{key}={value}: an image has no tokens; leave it out")
     if config.train.loss_chunks != 1:
         raise ConfigError(f"train.loss_chunks={config.train.loss_chunks}: an image has no logits; use 1")
     if config.train.precision == "fp8":

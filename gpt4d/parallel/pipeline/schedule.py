@@ -157,11 +157,7 @@ def peak_in_flight(order: Iterable[Action]) -> int:
 
     A microbatch counts once for each model chunk.
     """
-    held = peak = 0
-    for action in order:
-        held += {"F": 1, "I": 0}.get(action.kind, -1)
-        peak = max(peak, held)
-    return peak
+    return int(peak_of_others(order, 1, 1)) + 1
 
 
 _ROUNDING = 1 + 1e-9
