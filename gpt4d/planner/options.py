@@ -97,7 +97,7 @@ def levels(config: Config, keys: Collection[str] = ()) -> list[Level]:
     for savings in _SAVINGS:
         before = options
         for key, value in savings.items():
-            if key in keys and _is_allowed(with_settings(config, {**options, key: value})):
+            if key in keys and is_allowed(with_settings(config, {**options, key: value})):
                 options = {**options, key: value}
         if options != before:
             found.append(found[0].with_options(options))
@@ -118,7 +118,8 @@ def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
     return config
 
 
-def _is_allowed(config: Config) -> bool:
+def is_allowed(config: Config) -> bool:
+    """Return whether the model's family allows the settings."""
     try:
         registry.of(config.model).check(config)
     except ConfigError:

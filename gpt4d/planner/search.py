@@ -6,11 +6,9 @@ other one can be among the best. Settings that make the best plans faster are th
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from gpt4d.config import GRID_KEYS, Config, ConfigError, GridSizes, ParallelConfig, possible_microbatches, with_stages
-from gpt4d.model import registry
 from gpt4d.planner.candidates import (
     LEAST_GAIN,
     MICROBATCHES,
@@ -22,7 +20,7 @@ from gpt4d.planner.candidates import (
     may_split_tokens,
     microbatch_numbers,
 )
-from gpt4d.planner.options import RECOMPUTATION, Level, levels
+from gpt4d.planner.options import RECOMPUTATION, Level, is_allowed, levels, with_settings
 from gpt4d.planner.stages import PlanEstimate
 from gpt4d.planner.topology import paper_bandwidths
 from gpt4d.planner.workload import (
@@ -237,22 +235,13 @@ def _settings(plan: PlanEstimate, config: Config, blocks: int) -> Iterator[list[
             yield [{**cached, "cache_scope": "step"}]
         elif parallel.cache_layers is None and sizes.z == 1:
             yield [cached]
-    if parallel.context > 1 and parallel.context_exchange is None and _may_use_ring(config):
+    ring = with_settings(config, {"parallel.context_exchange": "ring"})
+    if parallel.context > 1 and parallel.context_exchange is None and is_allowed(ring):
         yield [{"context_exchange": "ring"}]
     if may_split_tokens(config, sizes) and "sequence_parallel" not in plan.choice:
         yield [{"sequence_parallel": True}]
     if parallel.chunks == 1 and sizes.x * sizes.y > 1:
         yield [{"chunks": count} for count in (2, 4)]
-
-
-def _may_use_ring(config: Config) -> bool:
-    """Return whether the model's family allows ``parallel.context_exchange=ring``."""
-    parallel = replace(config.parallel, context_exchange="ring")
-    try:
-        registry.of(config.model).check(replace(config, parallel=parallel))
-    except ConfigError:
-        return False
-    return True
 
 
 def _with_other_stages(search: Search, plan: PlanEstimate, grids: Sequence[GridSizes], further: bool) -> PlanEstimate:
