@@ -21,7 +21,7 @@ from gpt4d.parallel.cuda_graphs import StepGraphs
 from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import Grid, backend_of
 from gpt4d.parallel.layers import attention_backends, conv, float8
-from gpt4d.parallel.layers.routing import num_statistics
+from gpt4d.parallel.layers.routing import Routers
 from gpt4d.parallel.layout import spec_of
 from gpt4d.parallel.pipeline.runtime import Compute, StageRuntime
 from gpt4d.parallel.pipeline.stage_links import Copy, Exchange
@@ -39,7 +39,7 @@ class StepResult(NamedTuple):
     norm: torch.Tensor
     skipped: torch.Tensor
     stopping: torch.Tensor  # > 0: a rank has been asked to stop
-    routing: torch.Tensor  # sums of each router's statistics (``Routers``); empty without routers
+    routing: torch.Tensor  # sums of each router's statistics (gpt4d.parallel.layers.routing); empty without routers
 
 
 def build_stage(
@@ -146,73 +146,6 @@ def connect_stages(plan: ParallelPlan, stage: Stage, ranks_per_host: int, timeou
         stage.evaluation_exchange = stage.exchange.without_gradients(edges_in(plain))
 
 
-class Routers:
-    """The routers of a stage. Each row of ``totals`` belongs to one router of the model.
-
-    Args:
-        stage: the stage, whose layers record statistics (gpt4d.parallel.layers.routing.routing_statistics).
-    """
-
-    def __init__(self, stage: Stage):
-        self._stage = stage
-        found: dict[str, Any] = dict(stage.module.named_modules())
-        self._own = {row: found[name] for row, name in enumerate(stage.routers) if name in found}
-        self.shape = len(stage.routers), num_statistics(max(stage.routers.values(), default=0))
-
-    def totals(self) -> torch.Tensor:
-        """Return this rank's statistics of the step, float64 of this ``shape``, for a sum over all ranks of the job.
-
-        Rows of other stages' routers are zero, as are the rows of all but one of the ranks that have the same tokens.
-        """
-        weights, grid = self._stage.weights, self._stage.grid
-        totals = torch.zeros(self.shape, dtype=torch.float64, device=weights.device)
-        if grid.y.index == 0 and (weights.context.training.splits_tokens or grid.x.index == 0):
-            for row, layer in self._own.items():
-                totals[row] = weights.statistics[layer]
-        weights.statistics.clear()
-        return totals
-
-    def update(self, totals: torch.Tensor, skipped: torch.Tensor) -> None:
-        """Set the states of this stage's routers from the statistics of all ranks, unless the step is skipped.
-
-        Routers that are not trained, because adapters are, retain their biases.
-        """
-        for row, layer in self._own.items():
-            spec, counts = layer.spec, totals[row, : layer.spec.experts]
-            if spec.balance == "loss":
-                state = counts * (spec.scoring.per_token / counts.sum())
-            elif spec_of(layer.weight).frozen:
-                continue
-            else:
-                state = layer.state.double() + spec.balance_rate * (counts.mean() - counts).sign()
-            with torch.no_grad():
-                layer.state.copy_(torch.where(skipped, layer.state.double(), state))
-
-
-def routing_summary(totals: torch.Tensor, ranks: int) -> dict[str, Any]:
-    """Return the values for metrics.jsonl: means over the routers, and the tokens of the most imbalanced router.
-
-    Args:
-        totals: statistics of a step, summed over all ranks of the job.
-        ranks: number of ranks that split the experts.
-    """
-    experts = (totals.shape[1] - 2) // 2
-    counts, scores, sums = totals.split((experts, experts, 2), 1)
-    tokens = scores.sum(1, keepdim=True)  # a token's scores add up to 1
-    of_ranks = counts.unflatten(1, (ranks, -1)).sum(2)
-    imbalance = counts.amax(1) / counts.mean(1)
-    worst = int(imbalance.argmax())
-    return {
-        "imbalance": imbalance.mean().item(),
-        "rank_imbalance": (of_ranks.amax(1) / of_ranks.mean(1)).mean().item(),
-        "entropy": (sums[:, :1] / tokens).mean().item(),
-        "balance_loss": (experts * (counts * scores / tokens**2).sum(1)).mean().item(),
-        "z_loss": (sums[:, 1:] / tokens).mean().item(),
-        "dropped": 0,
-        "most_imbalanced": {"router": worst, "tokens": counts[worst].int().tolist()},
-    }
-
-
 class TrainStep:
     """Computes training steps of a stage and updates its parameters.
 
@@ -246,7 +179,7 @@ class TrainStep:
         self.optimizer = Optimizer(
             zip(parameters, self.shards, strict=True), config, stage.grid, stage.weights.context.compute_dtype
         )
-        self.routers = Routers(stage)
+        self.routers = Routers(stage.module, stage.routers)
         self.runtime = StageRuntime(stage, self.reducer, compute)
         self.graphs = StepGraphs(stage, self.reducer, self.runtime.forward_backward) if cuda_graphs else None
 
@@ -271,8 +204,9 @@ class TrainStep:
         """
         grid, device = self.stage.grid, self.stage.weights.device
         self.optimizer.set_learning_rate(lr)
+        self.routers.begin(units if unpadded is None else unpadded)
         forward_backward = self.graphs.run if self.graphs else self.runtime.forward_backward
-        loss = forward_backward(batches, microbatches, units, unpadded)
+        loss = forward_backward(batches, microbatches, units)
         squared_norm = gradient_reducer.squared_norm(self._counted, device)
         stopping = torch.full((), float(stop), dtype=torch.float64, device=device)  # torch.tensor synchronizes
         totals = torch.stack((mask_replicas(loss, grid), squared_norm, stopping))

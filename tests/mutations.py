@@ -146,8 +146,8 @@ MUTATIONS = [
     ),
     Mutation(
         "parallel/context.py",
-        'return (*reversed(self.head_axes(spec.head_parts)), "z", "data")',
-        'return ("z", "data")',
+        "summed = self.head_axes(summed)[::-1]",
+        "summed = ()",
         "the gradient of a norm of heads is all-reduced over the axes that split the heads",
         "tests/model/test_families.py",
     ),
@@ -295,7 +295,7 @@ MUTATIONS = [
         "tests/model/test_families.py",
     ),
     Mutation(
-        "step.py",
+        "parallel/layers/routing.py",
         "(counts.mean() - counts).sign()",
         "(counts - counts.mean()).sign()",
         "the bias of an expert with a low load grows",

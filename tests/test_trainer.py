@@ -219,7 +219,7 @@ def multiply_once(sizes, m, k, n):
     torch.nn.init.zeros_(layer.bias)
     inputs = torch.zeros(m, k // sizes.y, requires_grad=True)
     run_alone(layer(inputs)).sum().backward()
-    weights.finish()  # a rank must not end before its peers have its reduce-scatter
+    weights.schedule.finish()  # a rank must not end before its peers have its reduce-scatter
     return {axis.name: axis.traffic.read()["bytes"] for axis in weights.context.grid}
 
 

@@ -170,7 +170,7 @@ class Blocks:
         nodes = [Node(block, ("x",), "x") for block in self.blocks.values()]
         x = run_graph(self.model, nodes, {"x": self.inputs.flatten(0, 1)}, "x", self.tokens)["x"]
         x.backward(self.upstream.flatten(0, 1))
-        self.weights.finish()
+        self.weights.schedule.finish()
         return self.collect_results
 
     def collect_results(self) -> dict:

@@ -33,7 +33,7 @@ class GivenRouterSpec(RouterSpec):
         logits_TE = LogitsFunction.apply(x_TH, layer.weight)
         if layer.context.grid.y.size > 1:
             (logits_TE,) = await exchanged((logits_TE, summed(layer.context.grid.y)))
-        weights_TK = ExpertWeightsFunction.apply(logits_TE, experts_TK, None, None, self, layer.weights)
+        weights_TK = ExpertWeightsFunction.apply(logits_TE, experts_TK, None, None, layer)
         return Routing(weights_TK, experts_TK)
 
 

@@ -142,9 +142,9 @@ class StagedTraining:
 
 def _compute(module, part, batch, received):
     if len(batch) == 3:
-        return module.compute(part, received, *batch)
+        return module.spec.compute(module, part, received, *batch)
     *inputs, targets = batch
-    produced = module.compute(part, received, *inputs)
+    produced = module.spec.compute(module, part, received, *inputs)
     return {"loss": (produced["prediction"] - targets).square().mean((1, 2, 3)).sum()} if part.ends else produced
 
 

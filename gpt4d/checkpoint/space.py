@@ -35,9 +35,7 @@ def check_space(plan: ParallelPlan) -> Space:
     needed = 0
     for spec, count in plan.description.parameter_counts:
         states = num_states(spec, config.optim)
-        nbytes = (
-            compute_bytes(config) * tensors if spec.frozen and not spec.state else MASTER_BYTES * (tensors + states)
-        )
+        nbytes = MASTER_BYTES * (tensors + states) if spec.has_master_dtype else compute_bytes(config) * tensors
         needed += count * math.prod(spec.stored_shape) * nbytes
     run_dir = Path(config.run.dir).resolve()
     existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())

@@ -17,7 +17,7 @@ from gpt4d.data import tokenizers
 from gpt4d.model import registry
 from gpt4d.optim.optimizer import Optimizer
 from gpt4d.parallel.grid import Grid
-from gpt4d.parallel.layout import ParameterSpec
+from gpt4d.parallel.layout import ADAPTERS, ParameterSpec
 from gpt4d.runtime.consensus import run_on_all_ranks
 from gpt4d.runtime.files import FileEntry
 from gpt4d.task.averages import PREFIX
@@ -149,7 +149,7 @@ def load_averages(checkpoint: Checkpoint, model: nn.Module, grid: Grid) -> bool:
 def _fill(shards: Mapping[str, LocalShard], checkpoint: Checkpoint, grid: Grid, work: str) -> None:
     """Read the shards that the checkpoint has on all ranks. A checkpoint without adapters leaves them unchanged."""
     if checkpoint.meta.model.lora is None:
-        shards = {name: shard for name, shard in shards.items() if not shard.spec.is_adapter}
+        shards = {name: shard for name, shard in shards.items() if shard.spec.group != ADAPTERS}
     run_on_all_ranks(lambda: fill(shards, checkpoint.files, grid), work)
 
 

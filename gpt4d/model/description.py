@@ -24,7 +24,7 @@ from gpt4d.parallel.layers.layer import LayerSpec
 from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.lora import AdapterSpec
 from gpt4d.parallel.layers.routing import num_statistics
-from gpt4d.parallel.layout import ParameterSpec
+from gpt4d.parallel.layout import ADAPTERS, STATE, ParameterSpec
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,12 +115,12 @@ class Description:
     @cached_property
     def routers(self) -> dict[str, int]:
         """The names of all routers of experts, with their numbers of experts. A stage also lists all of them."""
-        states = {name: spec for name, spec in self.parameters.items() if spec.state}
+        states = {name: spec for name, spec in self.parameters.items() if spec.group == STATE}
         return {name.rpartition(".")[0]: spec.shape[0] for name, spec in states.items()}
 
     @property
     def statistics_bytes(self) -> int:
-        """Bytes of the statistics of all routers, which all ranks sum in each step (gpt4d.step.Routers)."""
+        """Bytes of the statistics of all routers, which all ranks sum in each step (``Routers``)."""
         return 8 * len(self.routers) * num_statistics(max(self.routers.values(), default=0))
 
     @cached_property
@@ -155,7 +155,7 @@ class Description:
     @property
     def num_parameters(self) -> int:
         """The number of elements of all parameters, without padding and the states of routers."""
-        return sum(count * math.prod(spec.stored_shape) for spec, count in self.parameter_counts if not spec.state)
+        return sum(count * math.prod(spec.stored_shape) for spec, count in self.parameter_counts if spec.group != STATE)
 
     @property
     def active_parameters(self) -> int:
@@ -193,7 +193,7 @@ class Description:
         """
         if count == 1:
             return {}
-        adapters = [name for name, spec in self.parameters.items() if spec.is_adapter]
+        adapters = [name for name, spec in self.parameters.items() if spec.group == ADAPTERS]
         return dict.fromkeys((*self.weights_of([unit.name for unit in self.blocks]), *adapters), count)
 
     def layer_weights(self, recompute: bool) -> list[LayerWeights]:
@@ -311,7 +311,7 @@ def adapted(description: Description, settings: LoraConfig) -> Description:
         if isinstance(layer, LinearSpec) and name in settings.targets:
             layer = replace(layer, adapter=adapter)
         parameters = layer.own_parameters.items()
-        return layer, {key: spec if spec.is_adapter else replace(spec, frozen=True) for key, spec in parameters}
+        return layer, {key: spec if spec.group == ADAPTERS else replace(spec, frozen=True) for key, spec in parameters}
 
     def model(parts: Sequence[Part]) -> ModelSpec:
         return original(parts).rewritten(change)

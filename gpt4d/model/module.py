@@ -3,13 +3,12 @@
 Both depend on (seed, name, global index) only and not on the grid.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from gpt4d.model.parts import ModelSpec, Part
+from gpt4d.model.parts import ModelSpec
 from gpt4d.parallel import random
 from gpt4d.parallel.grid import Grid
 from gpt4d.parallel.layers.activations import DropoutSpec
@@ -23,20 +22,10 @@ class Model(Layer):
 
     spec: ModelSpec
 
-    def compute(self, part: Part, received: Mapping[str, torch.Tensor], *batch: Any) -> dict[str, torch.Tensor]:
-        """Return the tensors that a part produces for later parts, or the ``loss`` of the last part.
-
-        Args:
-            part: a part of this module.
-            received: the tensors that earlier parts have produced for this one.
-            batch: additional arguments of the spec's ``compute``.
-        """
-        return self.spec.compute(self, part, received, *batch)
-
     def loss_sum(self, *batch: Any) -> torch.Tensor:
         """Return the loss of a full model, summed, not averaged, over this rank's samples."""
         (part,) = self.spec.parts
-        return self.compute(part, {}, *batch)["loss"]
+        return self.spec.compute(self, part, {}, *batch)["loss"]
 
 
 def initialize(model: nn.Module, seed: int, grid: Grid) -> None:

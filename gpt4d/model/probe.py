@@ -155,13 +155,9 @@ class _ProbedWeights(SymbolicWeights):
         self.hidden_flops = 0  # products with keys outside a window in the forward
         super().__init__(context, parameters)
 
-    def gather(self, shard: Any) -> Any:
-        self.uses.append((RECOMPUTATION if self.recomputing else FORWARD, self._name(shard)))
-        return super().gather(shard)
-
-    def gather_for_backward(self, shard: Any) -> Any:
-        self.uses.append((BACKWARD, self._name(shard)))
-        return super().gather_for_backward(shard)
+    def gather(self, shard: Any, phase: str | None = None) -> Any:
+        self.uses.append((phase or self.schedule.phase, self._name(shard)))
+        return super().gather(shard, phase)
 
 
 class _ProbedLayer(SymbolicLayer):

@@ -19,7 +19,7 @@ from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec, LayersSpec
 from gpt4d.parallel.layers.linear import LinearSpec, TiedHeadSpec
 from gpt4d.parallel.layers.loss import cross_entropy_sum, head_loss
 from gpt4d.parallel.layers.product import Recomputable
-from gpt4d.parallel.layers.sequence import TokenIndex, tokens_of
+from gpt4d.parallel.layers.sequence import tokens_of
 
 
 class TextConfig(ModelConfig):
@@ -55,9 +55,7 @@ class TextConfig(ModelConfig):
 
 def head(config: TextConfig) -> LinearSpec:
     """Return the spec of the layer from hidden features to logits, unless it is tied to the token embedding."""
-    return LinearSpec(
-        config.hidden, config.padded_vocab_size, bias=False, used=config.vocab_size, float8=False, group="head"
-    )
+    return LinearSpec(config.hidden, config.padded_vocab_size, bias=False, used=config.vocab_size, group="head")
 
 
 def token_embedding(config: TextConfig) -> TokenEmbeddingSpec:
@@ -195,11 +193,9 @@ class TextModelSpec(ModelSpec):
             received: as for ``compute``.
             cache: the key-value cache of earlier tokens, whose ``begin`` was called for these tokens.
         """
-        complete = cache is None or cache.complete
-        tokens = tokens_of(model, sample_ids_B, ids_BS.shape[1], documents, cache, complete)
         part = part or self.parts[0]
-        x_TH = self._stream(model, part, ids_BS, tokens, received or {})
-        return tokens.restored(self._logits(model, x_TH)) if part.ends else x_TH
+        produced = self.compute(model, part, received or {}, ids_BS, None, sample_ids_B, documents, cache=cache)
+        return produced["logits" if part.ends else STREAM]
 
     def compute(
         self,
@@ -212,8 +208,9 @@ class TextModelSpec(ModelSpec):
         documents: Any = None,
         masked: bool = False,
         with_token_losses: bool = False,
+        cache: Any = None,
     ) -> dict[str, Any]:
-        """Return the residual stream [T, H] after a part as ``stream``, or the ``loss`` of the last part.
+        """Return the residual stream [T, H] after a part as ``stream``; from the last part ``loss`` or ``logits``.
 
         The loss is the cross-entropy, summed, not averaged, over this rank's tokens with a target. Its gradient
         includes the z-loss (``train.z_loss``).
@@ -225,21 +222,35 @@ class TextModelSpec(ModelSpec):
             part: one of ``parts``.
             received: the residual stream after the part before, as ``stream``; nothing for the first part.
             ids_BS: as for ``forward``.
-            targets_BS: ids of the tokens to predict.
+            targets_BS: ids of the tokens to predict. None: the last part returns the logits, as ``forward`` does.
             sample_ids_B: as for ``forward``.
             documents: as for ``forward``, of complete sequences.
             masked: tokens with a negative target have no target.
             with_token_losses: also return the losses of the tokens.
+            cache: as for ``forward``.
         """
-        tokens = tokens_of(model, sample_ids_B, ids_BS.shape[1], documents, complete=False)
-        x_TH = self._stream(model, part, ids_BS, tokens, received)
+        complete = targets_BS is None and (cache is None or cache.complete)
+        tokens = tokens_of(model, sample_ids_B, ids_BS.shape[1], documents, cache, complete)
+        if part.begins:
+            x_TH = model.tokens(ids_BS, tokens)
+            for name in self.embeddings:
+                x_TH = getattr(model, name)(x_TH, tokens)
+            received = {STREAM: x_TH}
+        blocks = [Node(getattr(model.blocks, str(index)), (STREAM,), STREAM) for index in part.blocks]
+        x_TH = run_graph(model, blocks, received, (STREAM,), tokens)[STREAM]
+        del received
         if not part.ends:
             return {STREAM: x_TH}
-        targets_T, vocabulary, chunks = tokens.gathered(targets_BS), self.config.vocab_size, model.context.loss_chunks
-        losses: list[Any] | None = [] if with_token_losses else None
+        targets_T = None if targets_BS is None else tokens.gathered(targets_BS)
+        chunks = 1 if targets_T is None else model.context.loss_chunks
         if chunks == 1:
-            logits = self._logits(model, x_TH)
+            tied = (model.tokens.weight,) if self.config.tied else ()
+            logits = run_alone(model.head(model.norm(x_TH)[1], *tied))
             del x_TH
+        if targets_T is None:
+            return {"logits": tokens.restored(logits)}
+        vocabulary, losses = self.config.vocab_size, list[Any]() if with_token_losses else None
+        if chunks == 1:
             loss = cross_entropy_sum(
                 logits, targets_T, vocabulary, model.context.grid.x, model.context.z_loss, masked, losses
             )
@@ -253,22 +264,3 @@ class TextModelSpec(ModelSpec):
 
     def planned_batch(self, tensor: Callable[..., Any], samples: int, length: int) -> tuple[Any, ...]:
         return (*(tensor((samples, length), "int64") for _ in range(2)), tensor((samples,), "int64"))
-
-    def _stream(
-        self, model: BoundLayer, part: Part, ids_BS: Any, tokens: TokenIndex, received: Mapping[str, Any]
-    ) -> Any:
-        """Return the residual stream after the blocks of a part."""
-        blocks = [Node(getattr(model.blocks, str(index)), (STREAM,), STREAM) for index in part.blocks]
-        stream = {STREAM: self._embedded(model, ids_BS, tokens) if part.begins else received[STREAM]}
-        return run_graph(model, blocks, stream, (STREAM,), tokens)[STREAM]
-
-    def _embedded(self, model: BoundLayer, ids_BS: Any, tokens: TokenIndex) -> Any:
-        x_TH = model.tokens(ids_BS, tokens)
-        for name in self.embeddings:
-            x_TH = getattr(model, name)(x_TH, tokens)
-        return x_TH
-
-    def _logits(self, model: BoundLayer, x_TH: Any) -> Any:
-        """Return logits [T, V] in the order of ``tokens.gathered``."""
-        tied = (model.tokens.weight,) if self.config.tied else ()
-        return run_alone(model.head(model.norm(x_TH)[1], *tied))

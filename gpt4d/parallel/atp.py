@@ -68,18 +68,14 @@ def _check(key: str, features: int, axis: Axis) -> None:
 class _Weights:
     """Replaces ``ShardedWeights`` in one call, for a weight that is not gathered."""
 
-    recomputation_ends = False
-
     def __init__(self, context: Context):
         self.context = context
 
     def trains(self, weight: nn.Parameter) -> bool:
         return True
 
-    def gather(self, weight: nn.Parameter) -> torch.Tensor:
+    def gather(self, weight: nn.Parameter, phase: str | None = None) -> torch.Tensor:
         return weight.detach().to(self.context.compute_dtype)
-
-    gather_for_backward = gather
 
     def add_gradient(self, weight: nn.Parameter, compute: Callable[[None], torch.Tensor]) -> torch.Tensor:
         return compute(None)  # autograd accumulates it

@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 # Variants of a function for other dtypes and shapes. torch's default of 8 is not enough for a U-Net.
 _MAX_VARIANTS = 64
 
-enabled = False
+enabled = False  # whether functions are compiled
 _options: dict[str, int] = {}
 compiled: dict[Callable, Callable] = {}  # functions that have been called with these options
 
@@ -107,11 +107,6 @@ def _first_of_all_ranks(problem: str | None) -> str | None:
 
     problems = all_gather_json(problem, "testing the compilers")
     return next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text), None)
-
-
-def is_enabled() -> bool:
-    """Return whether functions are compiled."""
-    return enabled
 
 
 def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

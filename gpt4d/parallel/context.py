@@ -7,7 +7,7 @@ from typing import Any
 
 from gpt4d.config import Config, OverlapConfig
 from gpt4d.parallel.layers import sharding
-from gpt4d.parallel.layout import ParameterSpec
+from gpt4d.parallel.layout import BETWEEN_LAYERS, ParameterSpec
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,12 @@ class Context:
 
         They split the samples, tokens, heads or features that the parameter acts on.
         """
-        if spec.summed is not None:
-            return (*spec.summed, "z", "data")
-        if spec.head_parts:
-            return (*reversed(self.head_axes(spec.head_parts)), "z", "data")
-        return ("x", "z", "data") if self.training.splits_tokens and spec.between_layers else ("z", "data")
+        summed = spec.summed
+        if summed == BETWEEN_LAYERS:
+            summed = ("x",) if self.training.splits_tokens else ()
+        elif isinstance(summed, int):
+            summed = self.head_axes(summed)[::-1]
+        return (*summed, "z", "data")
 
 
 def layer_settings(config: Config) -> dict[str, Any]:

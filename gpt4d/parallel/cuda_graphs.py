@@ -161,22 +161,20 @@ class StepGraphs:
     def __init__(self, stage: Stage, reducer: GradientReducer, forward_backward: Callable[..., torch.Tensor]):
         self.stage, self.reducer, self.forward_backward = stage, reducer, forward_backward
         self._warm_up_steps = _WARM_UP_STEPS
-        self._step: tuple[int, float, float | None] | None = None
+        self._step: tuple[int, float] | None = None
         self._stream = torch.cuda.Stream(stage.weights.device)  # one, because libraries allocate memory for each
         self._recording: Recording | None = None
         self._batches: list[Any] = []
         self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def run(
-        self, batches: Iterable[Any], microbatches: int, divisor: float, unpadded: float | None = None
-    ) -> torch.Tensor:
+    def run(self, batches: Iterable[Any], microbatches: int, divisor: float) -> torch.Tensor:
         """Execute a step, as ``forward_backward`` does."""
-        if self._step != (microbatches, divisor, unpadded):
+        if self._step != (microbatches, divisor):
             self.release()
-            self._step, self._warm_up_steps = (microbatches, divisor, unpadded), _WARM_UP_STEPS
+            self._step, self._warm_up_steps = (microbatches, divisor), _WARM_UP_STEPS
         if self._warm_up_steps:
             self._warm_up_steps -= 1
-            return self.forward_backward(batches, microbatches, divisor, unpadded)
+            return self.forward_backward(batches, microbatches, divisor)
         # A graph cannot wait for transfers that start outside.
         self.reducer.wait_params()
         if self.stage.exchange:
@@ -187,11 +185,11 @@ class StepGraphs:
             self._replay(list(batches))
         return self._loss.clone()
 
-    def _record(self, batches: list[Any], microbatches: int, divisor: float, unpadded: float | None) -> None:
+    def _record(self, batches: list[Any], microbatches: int, divisor: float) -> None:
         torch.cuda.empty_cache()  # the pool of the graphs takes the memory of the steps without graphs
         self._batches = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, batches)
         recording = Recording(self.stage, self.reducer, self._stream)
-        self._loss = self.forward_backward(iter(self._batches), microbatches, divisor, unpadded, mode=recording)
+        self._loss = self.forward_backward(iter(self._batches), microbatches, divisor, recording)
         recording.end()
         self._recording = recording  # only now: after an error, there is nothing to release
         trained: dict[Any, None] = dict.fromkeys([*self.stage.module.parameters(), *self.reducer.optimizer_shards])

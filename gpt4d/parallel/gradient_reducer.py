@@ -81,7 +81,7 @@ class GradientReducer:
 
     def finish(self) -> None:
         """End a step's backward: wait until ``grad`` of each optimizer shard is complete."""
-        self.weights.finish()
+        self.weights.schedule.finish()
         self.sums.finish()
 
     def start_param_all_gather(self) -> None:

@@ -7,6 +7,7 @@ module does not import torch: a layout is a value.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from gpt4d.config import GridSizes
@@ -59,8 +60,12 @@ class Layout:
 
 
 # Parameters of hidden layers, of layers from ids or images, of layers to logits or images, of routers, and of adapters;
-# all others.
+# all others. A router also has a STATE, which the step computes.
 GROUPS = "matrices", "embeddings", "head", "router", "adapters", "vectors"
+ADAPTERS, STATE = "adapters", "state"
+
+# ParameterSpec.summed of a parameter that acts on the tokens between the layers: x, with parallel.sequence_parallel.
+BETWEEN_LAYERS = "between layers"
 
 
 @dataclass(frozen=True)
@@ -88,27 +93,28 @@ class ParameterSpec:
     unpadded_shape: tuple[int, ...] | None = None  # without padding at the ends of dims; None: there is no padding
     mean: float = 0.0  # initial values are mean + std · normal
     std: float = 0.0
-    group: str = "vectors"  # one of GROUPS, which decides about learning rate and weight decay
+    group: str = "vectors"  # one of GROUPS, which decides about learning rate and weight decay, or STATE
     matrices: Matrices | None = None  # the matrices of a weight in the group "matrices"
     streamed: bool = False  # the sharded weights gather it over z before each use, unless it is local
     local: bool = False  # z splits it, and each device uses its own part, which complete experts are
     float8: bool = False  # with train.precision=fp8, it is gathered and multiplied in float8
-    between_layers: bool = False  # with parallel.sequence_parallel, it acts on tokens that x splits
-    head_parts: int = 0  # it acts on heads of attention, which can be split into this many parts; 0: not on heads
+    # Axes, in addition to z and data, over which its gradient is summed: their names, innermost first; BETWEEN_LAYERS;
+    # or the axes that split the heads of an attention, as the number of parts that the heads can be split into.
+    summed: tuple[str, ...] | str | int = ()
     lr_factor: float = 1.0  # AdamW's learning rate, divided by the rate of the group (optim.width_transfer)
-    frozen: bool = False  # it is not trained: it has no gradient and no optimizer states, and has the compute dtype
-    state: bool = False  # a frozen parameter in the dtype of the master weights, which the step computes
-    summed: tuple[str, ...] | None = None  # an adapter's: additional axes over which its gradient is summed
+    frozen: bool = False  # it is not trained: it has no gradient and no optimizer states
 
     @property
-    def is_adapter(self) -> bool:
-        """Whether it belongs to an adapter of a layer."""
-        return self.summed is not None
+    def has_master_dtype(self) -> bool:
+        """Whether it has the dtype of the master weights; all other parameters have the compute dtype."""
+        return not self.frozen or self.group == STATE
 
-    @property
+    @cached_property
     def gathered(self) -> bool:
-        """Whether the sharded weights all-gather it over z."""
-        return self.streamed and not self.local and "z" in self.layout.axes
+        """Whether the sharded weights all-gather it over z, which then splits the rows, innermost."""
+        gathered = self.streamed and not self.local and "z" in self.layout.axes
+        assert not gathered or self.layout.dims[0][-1:] == ("z",), f"z must split the rows of {self}, innermost"
+        return gathered
 
     @property
     def stored_shape(self) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ class Stage:
         cached: weights that stay gathered from a microbatch's forward until its backward.
         cached_for_step: weights that stay gathered for all microbatches of a step.
         chunk_contributions: number of chunks per microbatch that contribute to a weight's gradient, by weight.
-        routers: names and numbers of experts of all routers of the model (gpt4d.step.Routers).
+        routers: names and numbers of experts of all routers of the model (gpt4d.parallel.layers.routing.Routers).
         copies: names of the parameters that are copies of another stage's weights, which that stage saves and updates.
         crossing: names of the tensors on each edge of the pipeline, by producing and consuming virtual stage.
         program: returns the stage's program for a step with a given number of microbatches.

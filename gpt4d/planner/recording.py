@@ -9,6 +9,7 @@ A block reuses the recording of another block of the same kind whose neighbors a
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import nullcontext
@@ -21,13 +22,19 @@ from gpt4d.config.trainer_profiles import PROFILES
 from gpt4d.model.description import Description
 from gpt4d.model.parts import EdgeTensor, joined, received
 from gpt4d.parallel.context import Context, layer_settings
-from gpt4d.parallel.engine.prefetch import BACKWARD, FORWARD, RECOMPUTATION, WeightUse, weight_order
+from gpt4d.parallel.engine.prefetch import (
+    BACKWARD,
+    FORWARD,
+    ComputeGradient,
+    WeightPlan,
+    WeightSchedule,
+    weight_order,
+)
 from gpt4d.parallel.layout import CHUNK
 from gpt4d.parallel.pipeline.schedule import single_stage
 from gpt4d.parallel.symbolic.costs import Computation
 from gpt4d.parallel.symbolic.stage import MASTER_BYTES, SymbolicGrid, SymbolicLayer, SymbolicWeights
 from gpt4d.parallel.symbolic.tensor import Storage, SymbolicTensor, backward, leaf
-from gpt4d.parallel.weights import ComputeGradient
 from gpt4d.planner.device import ComputingDevice, Rates
 from gpt4d.planner.events import DELAYED, Drop, Event, Gather, Key, Parameter, Scatter, Start, Term, Wait, Work
 from gpt4d.planner.workload import compiles, compute_bytes, splits_backwards
@@ -295,6 +302,19 @@ class _Use(Storage):
         self.device.drop(self.key)
 
 
+class _RecordingSchedule(WeightSchedule[SymbolicTensor, Any]):
+    """Records the uses of weights, which the player gathers and scatters."""
+
+    device: Any
+
+    def gather(self, weight: str, phase: str | None = None) -> SymbolicTensor:
+        self.position += 1
+        return self.device.device.gather(weight, phase or self.phase, self.device.gathered(weight))
+
+    def scatter(self, weight: str, compute: ComputeGradient) -> None:
+        self.device.device.scatter(weight, compute)
+
+
 class _RecordingWeights(SymbolicWeights):
     """Weights whose use by layers is recorded."""
 
@@ -310,30 +330,11 @@ class _RecordingWeights(SymbolicWeights):
         }
         super().__init__(context, parameters)
         layers, chunks = {0: description.layer_weights(context.training.recompute)}, context.training.num_chunks
-        self._uses = weight_order(single_stage(1), layers, description.chunk_contributions(chunks))
-        self._position = -1
+        self.schedule = _RecordingSchedule(weakref.proxy(self), overlap)
+        self.schedule.begin(WeightPlan(weight_order(single_stage(1), layers, description.chunk_contributions(chunks))))
 
-    @property
-    def next_use(self) -> WeightUse | None:
-        following = self._position + 1
-        return self._uses[following] if following < len(self._uses) else None
-
-    def gather(self, shard: SymbolicTensor) -> SymbolicTensor:
-        return self._gathered(shard, RECOMPUTATION if self.recomputing else FORWARD)
-
-    def gather_for_backward(self, shard: SymbolicTensor) -> SymbolicTensor:
-        return self._gathered(shard, BACKWARD)
-
-    def _gathered(self, shard: SymbolicTensor, phase: str) -> SymbolicTensor:
-        self._position += 1
-        name = self._name(shard)
-        return self.device.gather(name, phase, self.gathered(name))
-
-    def scatter(self, shard: SymbolicTensor, compute: ComputeGradient) -> None:
-        self.device.scatter(self._name(shard), compute)
-
-    def add_contribution(self, name: str, gradient: SymbolicTensor) -> None:
-        self.device.term(name, gradient)
+    def accumulate(self, weight: str, part: SymbolicTensor) -> None:
+        self.device.term(weight, part)
 
 
 def recording_of(description: Description, blocks: Collection[str], settings: Settings) -> MicrobatchRecording:
@@ -409,7 +410,7 @@ def recorded_segments(layers: Layers, settings: Settings) -> list[Segment]:
         computed.append(model.spec.compute(model, part, given, *batch))
         del given, batch
     recorder.begin(BACKWARD, len(recorder.places))
-    with weights.delaying_weight_gradients() if settings.splits_backwards else nullcontext():
+    with weights.schedule.delaying_gradients() if settings.splits_backwards else nullcontext():
         while computed:
             produced = computed.pop()
             results = [(out, out.like().new()) for out in produced.values() if out.edge is not None]
@@ -418,7 +419,7 @@ def recorded_segments(layers: Layers, settings: Settings) -> list[Segment]:
             results.clear()
     recorder.begin(DELAYED, len(recorder.places))
     if settings.splits_backwards:
-        weights.compute_delayed_gradients()
+        weights.schedule.compute_delayed_gradients()
     recorder.begin("", 0)
     return recorder.segments
 

@@ -160,7 +160,7 @@ class StepWalk:
             elif isinstance(event, Scatter):
                 schedule.scatter(self._name(event.weight, place), partial(self._gradient, place, phase, event))
             else:
-                self.weights.add_contribution(self._name(event.parameter, place), self._adopted(event))
+                self.weights.accumulate(self._name(event.parameter, place), self._adopted(event))
 
     def _gradient(self, place: int, phase: str, event: Scatter, earlier: SymbolicTensor | None) -> SymbolicTensor:
         """Return the gradient of a weight, added to ``earlier`` if given."""

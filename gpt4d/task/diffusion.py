@@ -57,7 +57,7 @@ def generated_images(stage: Stage, count: int, steps: int, seed: int = 0, first:
 
     def predict(x: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
         def compute(part, received):
-            return model.compute(part, received, x, timesteps, numbers)
+            return model.spec.compute(model, part, received, x, timesteps, numbers)
 
         result = forward_over_stages(stage, exchange, compute)
         # All ranks use one rank's prediction, so that ranks that round differently continue with equal images.
@@ -136,7 +136,7 @@ class Diffusion(ReadingTask):
     ) -> Mapping[str, torch.Tensor]:
         model: Any = module
         noisy, timesteps = batch.inputs.get("noisy"), batch.inputs.get("timesteps")
-        return model.compute(part, received, noisy, timesteps, batch.sample_ids, batch.targets)
+        return model.spec.compute(model, part, received, noisy, timesteps, batch.sample_ids, batch.targets)
 
     def sample(self) -> Artifact | None:
         logging = self.config.logging

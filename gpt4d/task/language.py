@@ -367,8 +367,8 @@ class LanguageModeling(ReadingTask):
     ) -> Mapping[str, torch.Tensor]:
         model: Any = module
         ids, documents, by_source = batch.inputs["ids"], batch.inputs["documents"], batch.sources is not None
-        produced = model.compute(
-            part, received, ids, batch.targets, batch.sample_ids, documents, batch.masked, by_source
+        produced = model.spec.compute(
+            model, part, received, ids, batch.targets, batch.sample_ids, documents, batch.masked, by_source
         )
         losses_BS = produced.pop("token_losses", None)
         if losses_BS is not None and batch.sources is not None and self._source_losses:

@@ -13,6 +13,7 @@ from gpt4d.checkpoint.checkpoint_dir import Progress
 from gpt4d.config import HELD_OUT
 from gpt4d.config.machine import peak_flops
 from gpt4d.optim.monitor import StepMetrics
+from gpt4d.parallel.layers.routing import routing_summary
 from gpt4d.parallel.stage import Stage
 from gpt4d.plan import ParallelPlan
 from gpt4d.planner.estimate import GIB
@@ -21,7 +22,7 @@ from gpt4d.planner.workload import training_state
 from gpt4d.runs.logger import RunFiles, of_loss
 from gpt4d.runtime import gpu
 from gpt4d.runtime.consensus import all_gather_json
-from gpt4d.step import TrainStep, routing_summary
+from gpt4d.step import TrainStep
 from gpt4d.task.task import Task, ValidationSet
 
 _LATE = 1.5  # times the median step time

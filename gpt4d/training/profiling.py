@@ -149,7 +149,8 @@ class _LayerRecorder:
 
     def __enter__(self) -> "_LayerRecorder":
         for name, layer in _layers(self.model):
-            if inspect.iscoroutinefunction(layer.spec.forward if isinstance(layer, Layer) else layer.forward):
+            forward = layer.spec.forward if isinstance(layer, Layer) else layer.forward
+            if inspect.iscoroutinefunction(forward) or hasattr(layer, "product"):  # of ``multiply``, a coroutine
                 in_turns = self.chunked and not any(layer.children())
                 self.handles.append(layer.register_forward_hook(partial(self._observe, name, in_turns)))
                 continue

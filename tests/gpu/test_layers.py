@@ -248,7 +248,7 @@ def compute(case: Case, sizes: Sizes, dtype: torch.dtype, device: torch.device) 
     for _ in range(2):
         output = call()
         output.backward(values.normal(*output.shape))
-    values.weights.finish()
+    values.weights.schedule.finish()
     trained = (*values.inputs.items(), *layer.named_parameters())
     gradients = {name: x.grad for name, x in trained if x.grad is not None}
     return {"output": output.detach(), **{f"gradient of {name}": grad for name, grad in gradients.items()}}

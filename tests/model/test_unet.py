@@ -72,7 +72,7 @@ def settings(sizes=ONE, **changes):
 
 def squared_error(module, part, batch, received):
     noisy, timesteps, wanted, ids = batch
-    produced = module.compute(part, received, noisy, timesteps, ids)
+    produced = module.spec.compute(module, part, received, noisy, timesteps, ids)
     if "prediction" in produced:
         return {"loss": (produced["prediction"] - wanted).square().sum()}
     return produced

@@ -7,9 +7,10 @@ import torch
 
 from gpt4d.config import GridSizes
 from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layers.routing import routing_summary
 from gpt4d.parallel.pipeline.runtime import whole_model
 from gpt4d.plan import one_stage
-from gpt4d.step import TrainStep, build_stage, routing_summary
+from gpt4d.step import TrainStep, build_stage
 from tests.support.grids import build_model, full, hf_model, token_loss, train_in_rank
 from tests.support.settings import configured
 from tests.support.training import losses_and_norms, plain_torch_run

@@ -42,7 +42,7 @@ def token_losses(config):
     kept = []
 
     def compute(module, part, batch, received):
-        produced = module.compute(part, received, *batch, None, False, True)
+        produced = module.spec.compute(module, part, received, *batch, None, False, True)
         kept.append(produced.pop("token_losses"))
         return produced
 

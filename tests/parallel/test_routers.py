@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from gpt4d.parallel.layers.routing import Scoring, routing_statistics
-from gpt4d.step import TrainStep, routing_summary
+from gpt4d.parallel.layers.routing import Scoring, routing_statistics, routing_summary
+from gpt4d.parallel.layout import STATE
+from gpt4d.step import TrainStep
 from gpt4d.validation import validate
 from tests.support.commands import wrong_messages
 from tests.support.grids import full, metric_lines, train_in_rank
@@ -60,7 +61,8 @@ def states_after_steps(config, skip):
         if step == 0 and skip:
             with torch.no_grad():
                 stage.module.get_parameter("blocks.0.attention_norm.weight").fill_(torch.nan)
-        found.append(({name: p.clone() for name, p in stage.module.named_parameters() if p.spec.state}, result.routing))
+        named = stage.module.named_parameters()
+        found.append(({name: p.clone() for name, p in named if p.spec.group == STATE}, result.routing))
     return found
 
 

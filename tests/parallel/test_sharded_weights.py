@@ -171,7 +171,7 @@ def gradients_in_flight(text, recompute, cache_layers):
             losses[microbatch] = stage.module.loss_sum(*tiny_batch(grid, microbatch))
         else:
             losses.pop(microbatch).backward()
-    stage.weights.finish()
+    stage.weights.schedule.finish()
     return [p.grad for p in stage.module.parameters()], counter.started
 
 
@@ -205,7 +205,7 @@ def logits_after_an_update():
     begin(stage, single_stage(1))
     stage.module(*tiny_batch(grid)[::2])  # a forward alone: the cache waits for a backward
     with pytest.raises(AssertionError, match="did not use"):
-        stage.weights.finish()
+        stage.weights.schedule.finish()
     with torch.no_grad():
         for parameter in stage.module.blocks.parameters():
             parameter.mul_(5)

@@ -80,7 +80,7 @@ def state_taken(config: Config, sizes: GridSizes) -> dict[str, int]:
     training = MeasuredTraining(config, sizes)
     for batch in training.batches:
         token_loss(training.stage.module, batch).backward()
-    training.stage.weights.finish()
+    training.stage.weights.schedule.finish()
     parameters, states = list(training.stage.module.parameters()), training.step.optimizer.state.values()
     return {
         "weights": sum(p.untyped_storage().nbytes() for p in parameters),

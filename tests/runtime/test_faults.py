@@ -79,7 +79,7 @@ def kill_in_the_backward(profile):
 # By phase: function in which a rank ends, and the step.
 KILLS = {
     "start": (KILL, ("gpt4d.checkpoint.run", "RunCheckpoints.resume"), None),
-    "forward": (KILL, ("gpt4d.model.module", "Model.compute"), 5),
+    "forward": (KILL, ("gpt4d.model.text", "TextModelSpec.compute"), 5),
     "backward": (kill_in_the_backward, None, 5),
     "optimizer": (KILL, ("gpt4d.optim.optimizer", "Optimizer.step"), 5),
     "save": (KILL, WRITE, None),

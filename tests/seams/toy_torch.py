@@ -87,7 +87,7 @@ class Regression:
         self, module: nn.Module, part: Part, batch: Batch, received: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         model: Any = module
-        return model.compute(part, received, batch.inputs["rows"], batch.targets)
+        return model.spec.compute(model, part, received, batch.inputs["rows"], batch.targets)
 
     def position(self, sample: int) -> dict[str, int]:
         return {}

@@ -30,7 +30,7 @@ _FAULTS = [  # tests, module, claim, old fragment, new fragment
      "torch.cuda.current_stream(link.device).wait_event(self.stopped)", "pass"),
     (_STAGES, "parallel/resharding/transfer.py", "the end of a transfer is recorded after its messages",
      "            self.stopped = now(link.device)", "            self.stopped = self.started"),
-    (_GRIDS, "parallel/sharded_weights.py", "a layer computes with a weight after it is gathered",
+    (_GRIDS, "parallel/weights.py", "a layer computes with a weight after it is gathered",
      "return pending.wait()", "return pending.result"),
     (_GRIDS, "parallel/comm/stats.py", "the computation waits for a collective that overlaps with it",
      "                    self.work.wait()", "                    pass"),

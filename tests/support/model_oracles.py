@@ -17,6 +17,7 @@ from gpt4d.model.moe import MoeConfig
 from gpt4d.model.olmo2 import Olmo2Config
 from gpt4d.parallel import gradient_reducer
 from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layers.routing import Routers
 from gpt4d.plan import one_stage
 from gpt4d.step import build_stage
 from tests.support.grids import batch_part, fill_from_hf, global_tensor, to_hf
@@ -183,7 +184,7 @@ def _forward_and_backward(config, sizes, state, checkpointing, loss_chunks, micr
     model, grid = stage.module, stage.grid
     trained = {name: p for name, p in model.named_parameters() if not p.spec.frozen}
     total = gradient_reducer.GradientReducer(model.weights, trained)
-    model.weights.unpadded_units = BATCH * LENGTH
+    Routers(model, stage.routers).begin(BATCH * LENGTH)
     fill_from_hf(model, state)
     ids, targets, samples = (batch_part(t, grid) for t in inputs())
     with torch.no_grad():

@@ -9,6 +9,7 @@ from gpt4d.config import Config
 from gpt4d.model import registry
 from gpt4d.parallel.gradient_reducer import GradientReducer
 from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.layers.routing import Routers
 from gpt4d.parallel.layers.sequence import own_segments
 from gpt4d.parallel.pipeline.runtime import StageRuntime
 from gpt4d.parallel.stage import Stage
@@ -46,17 +47,18 @@ def own_tokens(values: torch.Tensor, grid: Grid) -> torch.Tensor:
 
 
 def own_step(
-    plan: ParallelPlan, stage: Stage, compute, batches, units: int, unpadded: int | None = None
+    plan: ParallelPlan, stage: Stage, compute, batches, units: int, unpadded: int | None = None, routers=None
 ) -> tuple[list[float], dict]:
     """On a rank: the losses of an evaluation and of a step, and this stage's parts of its gradients, by name.
 
     ``batches()`` returns the microbatches of both. ``units``: what the loss is divided by; ``unpadded``: what the
-    losses of routers are divided by. A part is the shape of the parameter, the part's slices and its values.
+    losses of ``routers`` are divided by. A part is the shape of the parameter, the part's slices and its values.
     """
     trained = {name: p for name, p in stage.module.named_parameters() if not p.spec.frozen}
     runtime = StageRuntime(stage, GradientReducer(stage.weights, trained), compute)
+    (routers or Routers(stage.module, stage.routers)).begin(unpadded or units)
     losses = [runtime.evaluate(batches(), plan.microbatches) / units]
-    losses.append(runtime.forward_backward(batches(), plan.microbatches, units, unpadded))
+    losses.append(runtime.forward_backward(batches(), plan.microbatches, units))
     losses = [stage.grid.world.all_reduce(mask_replicas(loss, stage.grid)).item() for loss in losses]
     if stage.exchange:
         stage.exchange.close()
@@ -136,4 +138,4 @@ class RandomTokens:
 
     @staticmethod
     def compute(module, part, batch, received):
-        return module.compute(part, received, *batch)
+        return module.spec.compute(module, part, received, *batch)

@@ -20,7 +20,7 @@ from gpt4d.checkpoint.importer import import_model
 from gpt4d.config import GridSizes
 from gpt4d.data.corpus import corpus as prepared
 from gpt4d.data.sampler import PackedSequences
-from gpt4d.step import Routers
+from gpt4d.parallel.layers.routing import Routers
 from tests.support.chat import CONVERSATIONS, chat_overrides
 from tests.support.grids import build_model, fill_from_hf, full, hf_model, on_grid, to_hf, train_in_rank
 from tests.support.model_oracles import in_files, library_model, router_states_and_loss
@@ -127,8 +127,8 @@ def mixture_step(config, world_size, state):
     """On a rank: the results of ``own_step`` for the first conversations, and the tokens of each router's experts."""
     plan, stage = own_stage(config, world_size)
     fill_from_hf(stage.module, state)
-    task, routers = connected_task(config, plan, stage), Routers(stage)
-    found = own_step(plan, stage, task.compute, lambda: task.batches(0), *task.counts(0))
+    task, routers = connected_task(config, plan, stage), Routers(stage.module, stage.routers)
+    found = own_step(plan, stage, task.compute, lambda: task.batches(0), *task.counts(0), routers)
     totals = stage.grid.world.all_reduce(routers.totals())
     return found, totals[:, : config.model.experts]
 

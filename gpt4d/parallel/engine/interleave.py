@@ -7,7 +7,7 @@ tensors with the same code.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Coroutine, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from gpt4d.parallel.kernels import TorchFunction, planned_kernel
@@ -103,22 +103,21 @@ def run_graph(
         results: names of the tensors to return, among the inputs and the outputs of blocks.
         others: additional inputs of each block, with a method ``chunk``, or None.
     """
-    current = layer.current_pass
-    count = current.num_chunks
+    count, recompute = layer.current_pass.num_chunks, layer.current_pass.recompute
     cut = {name: tensor.chunk(count) if count > 1 else (tensor,) for name, tensor in tensors.items()}
     chunks = [{name: parts[index] for name, parts in cut.items()} for index in range(count)]
     del tensors, cut  # a tensor lives until its last use
     rest = [[None] * count if other is None else other.chunk(count) for other in others]
     alive = _alive_after(nodes, results)
-    if current.recompute:
+    if recompute:
         for node, names in zip(nodes, alive, strict=True):
             inputs = [{name: chunk[name] for name in node.uses} for chunk in chunks]
             chunks = [_only(chunk, names - {node.produces}) for chunk in chunks]
-            outputs = layer.weights.checkpointed(_run_chunks, [node], [{node.produces}], inputs, rest)
+            outputs = layer.checkpointed(lambda *given: run(_calls(*given)), [node], [{node.produces}], inputs, rest)
             for chunk, output in zip(chunks, outputs, strict=True):
                 chunk |= output
     else:
-        chunks = _run_chunks(nodes, alive, chunks, rest)
+        chunks = run(_calls(nodes, alive, chunks, rest))
     return {name: join(*[chunk[name] for chunk in chunks]) if count > 1 else chunks[0][name] for name in results}
 
 
@@ -135,16 +134,16 @@ def _only(tensors: Tensors, names: set[str]) -> Tensors:
     return {name: tensor for name, tensor in tensors.items() if name in names}
 
 
-def _run_chunks(
+def _calls(
     nodes: Sequence[Node], alive: Sequence[set[str]], inputs: Sequence[Tensors], others: Sequence
-) -> list[Tensors]:
-    """Run nodes on each chunk and return the tensors that are still needed."""
+) -> Iterator[Coroutine[Any, Any, Tensors]]:
+    """Yield, for each chunk, the call of nodes that returns the tensors that are still needed."""
 
-    async def call(tensors: Tensors, *rest) -> Tensors:
+    async def call(tensors: Tensors, *rest: Any) -> Tensors:
         for (block, uses, produces), names in zip(nodes, alive, strict=True):
             output = block(*[tensors[name] for name in uses], *rest)
             tensors = _only(tensors, names - {produces})
             tensors[produces] = await output
         return tensors
 
-    return run(call(*given) for given in zip(inputs, *others, strict=True))
+    return (call(*given) for given in zip(inputs, *others, strict=True))

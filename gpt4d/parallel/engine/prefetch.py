@@ -5,9 +5,10 @@ this order alone. The sharded weights (gpt4d.parallel.sharded_weights) and the p
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from gpt4d.config import OverlapConfig
 from gpt4d.parallel.pipeline.schedule import Action
@@ -132,6 +133,8 @@ _MAX_INFLIGHT_REDUCE_SCATTERS = 8  # each holds an unsharded gradient in memory
 _NO_WEIGHTS: tuple[str, ...] = ()
 Tensor = TypeVar("Tensor")  # a gathered weight or its gradient
 Pending = TypeVar("Pending")  # a collective in flight
+# Computes a gradient, adds it in place to the earlier gradient if that is given, and returns the result.
+ComputeGradient = Callable[[Any | None], Any]
 
 
 class WeightDevice(Protocol[Tensor, Pending]):
@@ -155,7 +158,7 @@ class WeightDevice(Protocol[Tensor, Pending]):
     def set_gradient(self, weight: str, gradient: Tensor) -> None:
         """Set the gradient of a weight that z does not split. It contains the earlier gradient."""
 
-    def add_gradient(self, weight: str, part: Tensor) -> None:
+    def accumulate(self, weight: str, part: Tensor) -> None:
         """Add the result of a reduce-scatter over z to the gradient of a weight."""
 
 
@@ -165,19 +168,22 @@ class WeightSchedule(Generic[Tensor, Pending]):
     Args:
         device: executes the collectives.
         overlap: which communication overlaps with computation.
+
+    ``phase`` is the phase of a use outside a backward: FORWARD, or RECOMPUTATION while a backward recomputes blocks.
     """
 
     def __init__(self, device: WeightDevice[Tensor, Pending], overlap: OverlapConfig):
         self.device, self.overlap = device, overlap
+        self.phase = FORWARD
         self.ready: dict[str, Tensor] = {}  # gathered weights that stay in memory
         self.gathering: dict[str, Pending] = {}  # all-gathers in flight
         self._scattering: deque[tuple[str, Pending]] = deque()
         self._accumulated: dict[str, Tensor] = {}  # partially accumulated gradients
         self._missing: dict[str, int] = {}  # number of contributions that these gradients lack
         self._contributions: Mapping[str, int] = {}  # number of contributions to each gradient
-        self.order: Sequence[WeightUse] = ()
-        self.kept: Sequence[bool] = ()
-        self._ahead: Sequence[tuple[str, ...]] = ()
+        self._delayed: deque[deque[tuple[str, ComputeGradient]]] = deque()  # gradients to compute, for each backward
+        self._delays = False
+        self._plan = WeightPlan()
         self.position = -1  # index of the last use in the order
 
     def plan(
@@ -208,34 +214,50 @@ class WeightSchedule(Generic[Tensor, Pending]):
             contributions: number of contributions to a weight's gradient before its reduce-scatter; 1 by default.
             continued: weights that earlier microbatches of the step have gathered, and their accumulated gradients.
         """
-        assert self.position == len(self.order) - 1, "the previous order is not finished"
-        (self.order, self.kept, self._ahead), self.position = plan, -1
-        self._contributions = contributions or {}
+        assert self.next_use is None, "the previous order is not finished"
+        self._plan, self.position, self._contributions = plan, -1, contributions or {}
         for name, (weight, gradient) in (continued or {}).items():
             self.ready[name], self._accumulated[name] = weight, gradient
 
     @property
     def last_used(self) -> str | None:
         """The weight that was used last in this step."""
-        return self.order[self.position].weight if 0 <= self.position < len(self.order) else None
+        return self._plan.order[self.position].weight if self.position >= 0 else None
 
     @property
     def next_use(self) -> WeightUse | None:
-        following = self.position + 1
-        return self.order[following] if following < len(self.order) else None
+        """The use of a weight that follows the last one; None at the end of the order, and without one."""
+        following, order = self.position + 1, self._plan.order
+        return order[following] if following < len(order) else None
+
+    @property
+    def recomputation_ends(self) -> bool:
+        """Whether a recomputation is in progress that uses no other weight."""
+        following = self.next_use
+        return self.phase == RECOMPUTATION and following is not None and following.phase != RECOMPUTATION
+
+    @contextmanager
+    def recomputation(self) -> Iterator[None]:
+        """Return a context in which a backward recomputes blocks."""
+        self.phase = RECOMPUTATION
+        try:
+            yield
+        finally:
+            self.phase = FORWARD
 
     def gather(self, weight: str, phase: str | None = None) -> Tensor:
         """Wait for a gathered weight, return it, and prefetch the following weights.
 
-        ``phase``: the phase of the use, which is checked against the order; None: no check.
+        ``phase``: BACKWARD for the use of a backward; None: ``self.phase``.
         """
+        phase = phase or self.phase
         kept, ahead = phase == RECOMPUTATION, _NO_WEIGHTS
-        if self.order:
+        if self._plan.order:
             expected, self.position = self.next_use, self.position + 1
-            assert expected and expected.weight == weight and phase in (None, expected.phase), (
+            assert expected and (expected.phase, expected.weight) == (phase, weight), (
                 f"the {phase} uses weight {weight} where the model's description has {expected}"
             )
-            kept, ahead = self.kept[self.position], self._ahead[self.position]
+            kept, ahead = self._plan.kept[self.position], self._plan.ahead[self.position]
         value = self.ready.pop(weight, None)
         if value is None:
             pending = self.gathering.pop(weight, None)
@@ -247,25 +269,44 @@ class WeightSchedule(Generic[Tensor, Pending]):
                 self.gathering[following] = self.device.start_gather(following)
         return value
 
-    def earlier_gradient(self, weight: str) -> Tensor | None:
-        """Return the accumulated gradient to which the next gradient of a gathered weight is added, or None."""
-        if weight in self._accumulated:
-            return self._accumulated[weight]
-        return None if self.device.is_split(weight) else self.device.gradient(weight)
+    @contextmanager
+    def delaying_gradients(self) -> Iterator[None]:
+        """Return the context of a backward whose gradients ``compute_delayed_gradients`` computes."""
+        self._delayed.append(deque())
+        self._delays = True
+        try:
+            yield
+        finally:
+            self._delays = False
 
-    def scatter(self, weight: str, compute: Callable[[Tensor | None], Tensor]) -> None:
+    def compute_delayed_gradients(self) -> None:
+        """Compute the gradients of the earliest backward that delayed them."""
+        delayed = self._delayed.popleft()
+        while delayed:
+            self.scatter(*delayed.popleft())  # and forget its tensors
+
+    def add_gradient(self, weight: str, compute: ComputeGradient) -> None:
+        """``scatter`` a gradient: now, or with the delayed gradients."""
+        if self._delays:
+            self._delayed[-1].append((weight, compute))
+        else:
+            self.scatter(weight, compute)
+
+    def scatter(self, weight: str, compute: ComputeGradient) -> None:
         """Compute the gradient of a gathered weight, and reduce-scatter it over z after the last contribution.
 
         ``compute`` returns the gradient, added to its argument if that is not None. The reduce-scatter ends before
         ``finish`` returns.
         """
-        earlier = self.earlier_gradient(weight)
-        self._accumulated.pop(weight, None)
+        split = self.device.is_split(weight)
+        earlier = self._accumulated.pop(weight, None)
+        if earlier is None and not split:
+            earlier = self.device.gradient(weight)
         gradient = compute(earlier)
         missing = self._missing.pop(weight, self._contributions.get(weight, 1)) - 1
         if missing:
             self._missing[weight], self._accumulated[weight] = missing, gradient
-        elif not self.device.is_split(weight):
+        elif not split:
             self.device.set_gradient(weight, gradient)
         else:
             del earlier
@@ -282,10 +323,11 @@ class WeightSchedule(Generic[Tensor, Pending]):
 
     def _add_gradient(self) -> None:
         weight, pending = self._scattering.popleft()
-        self.device.add_gradient(weight, self.device.wait(pending))
+        self.device.accumulate(weight, self.device.wait(pending))
 
     def finish(self) -> None:
         """End a step or an evaluation: every gradient is in place, and no gathered weight outlives the next update."""
+        assert not self._delayed, "the program has no action for some weight gradients"
         while self._scattering:
             self._add_gradient()
         for pending in self.gathering.values():
@@ -293,6 +335,6 @@ class WeightSchedule(Generic[Tensor, Pending]):
         self.gathering.clear()
         self.ready.clear()
         assert not self._missing, "a gradient has fewer contributions than its description says"
-        remaining, self._contributions = self.order[self.position + 1 :], {}
-        (self.order, self.kept, self._ahead), self.position = WeightPlan(), -1
-        assert not remaining, f"the model did not use {remaining[0]}, which its description has"
+        remaining, self._contributions = self.next_use, {}
+        self._plan, self.position = WeightPlan(), -1
+        assert not remaining, f"the model did not use {remaining}, which its description has"

@@ -246,6 +246,6 @@ class Conv2dSpec(LayerSpec):
         split = FEATURES if self.scatter_output else None
         layer.product = ProductContext(layer.weights, self.operation, contracted, produced, inner_split=split)
 
-    async def forward(self, layer: BoundLayer, x_BHWC: Any) -> Any:
+    def forward(self, layer: BoundLayer, x_BHWC: Any) -> Any:
         bias = layer.bias if self.bias else None
-        return await multiply(x_BHWC, layer.weight, bias, layer.product, layer.current_pass)
+        return multiply(x_BHWC, layer.weight, bias, layer.product, layer.current_pass)

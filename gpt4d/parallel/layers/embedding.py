@@ -15,7 +15,7 @@ from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.product import cast_to
 from gpt4d.parallel.layers.sharding import Axes
-from gpt4d.parallel.layout import Layout, ParameterSpec
+from gpt4d.parallel.layout import BETWEEN_LAYERS, Layout, ParameterSpec
 from gpt4d.parallel.lazy import F, torch
 
 
@@ -203,7 +203,7 @@ class PositionEmbeddingSpec(LayerSpec):
         """Return the table [positions, hidden], hidden over y."""
         layout = Layout((), ("y",))
         shape = (self.positions, self.hidden)
-        return {"weight": ParameterSpec(shape, layout, std=self.std, group="embeddings", between_layers=True)}
+        return {"weight": ParameterSpec(shape, layout, std=self.std, group="embeddings", summed=BETWEEN_LAYERS)}
 
     def forward(self, layer: BoundLayer, x: Any, tokens: Any) -> Any:
         if tokens.documents is not None or tokens.cache is not None or tokens.axis.size > 1 or tokens.context:

@@ -32,6 +32,9 @@ class BoundLayer(Protocol):
     @property
     def current_pass(self) -> Pass: ...
 
+    def checkpointed(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        """Call a function of blocks, keep only its inputs, and call it again in the backward."""
+
     def __getattr__(self, name: str) -> Any: ...
 
     def __setattr__(self, name: str, value: Any) -> None: ...

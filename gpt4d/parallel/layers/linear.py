@@ -209,11 +209,10 @@ class LinearSpec(LayerSpec):
         heads: number of parts that the heads of an attention can be split into. A normal layer precedes the attention,
             a transposed layer follows it. If the residual stream's axis splits the heads too, a normal layer
             reduce-scatters its output, and a transposed layer all-gathers its input.
-        float8: multiply in float8 with ``train.precision=fp8``.
         matrices: output features of each matrix that a model of transformers stores separately, if the layer fuses
             several. They are the fused matrices of the weight, or the interleaved parts of its columns.
         adapter: low-rank adapters of these matrices; None if the layer has none.
-        group: group of the weight, ``matrices`` or ``head``.
+        group: group of the weight, ``matrices``, which ``train.precision=fp8`` multiplies in float8, or ``head``.
     """
 
     in_features: int
@@ -226,7 +225,6 @@ class LinearSpec(LayerSpec):
     std: float = 0.02
     used: int | None = None
     heads: int | None = None
-    float8: bool = True
     matrices: tuple[int, ...] = ()
     adapter: AdapterSpec | None = None
     group: str = "matrices"
@@ -269,7 +267,7 @@ class LinearSpec(LayerSpec):
             group=self.group,
             matrices=matrices,
             streamed=True,
-            float8=self.float8,
+            float8=matrices is not None,
         )
         own = {"weight": weight, "bias": ParameterSpec(shape, Layout(*out))} if self.bias else {"weight": weight}
         if self.adapter is not None:
@@ -280,10 +278,13 @@ class LinearSpec(LayerSpec):
         context, (contracted, produced) = layer.context, self.split
         splits_heads = self.heads is not None and self.stream_axis in context.head_axes(self.heads, self.stream_axis)
         produced_axis = context.grid.axis(produced)
+        local, adapter = self.out_features // produced_axis.size, None
         operation: Operation = Matmul()
-        if self.float8 and context.float8:
-            local = self.out_features // produced_axis.size
+        if context.float8 and self.group == "matrices":
             operation = Float8Matmul((local,) if self.num_fused is None else (self.num_fused, local))
+        if self.adapter is not None:
+            a, b, scale = layer.lora_a, layer.lora_b, self.adapter.scale
+            adapter = Adapter(layer.weights, Matmul(), a, b, scale, self.pattern(local))
         layer.product = ProductContext(
             layer.weights,
             operation,
@@ -291,11 +292,8 @@ class LinearSpec(LayerSpec):
             produced_axis,
             self.transposed,
             FEATURES if splits_heads else None,
+            adapter=adapter,
         )
-        layer.adapter = None
-        if self.adapter is not None:
-            sizes = self.pattern(self.out_features // produced_axis.size)
-            layer.adapter = Adapter(layer.weights, Matmul(), layer.lora_a, layer.lora_b, self.adapter.scale, sizes)
 
     def pattern(self, columns: int) -> tuple[int, ...]:
         """Return the pattern of the matrices in this rank's ``columns`` of each fused matrix (lora.spread)."""
@@ -308,11 +306,11 @@ class LinearSpec(LayerSpec):
         """Number of columns of each matrix in a piece of a weight whose columns are interleaved parts of matrices."""
         return _sizes(self.matrices, self.heads)
 
-    async def forward(self, layer: BoundLayer, x_BK: Any) -> Any:
+    def forward(self, layer: BoundLayer, x_BK: Any) -> Any:
         bias = layer.bias if self.bias else None
         if bias is not None and not self.bias_gradient:
             bias = bias.detach()
-        return await multiply(x_BK, layer.weight, bias, layer.product, layer.current_pass, layer.adapter)
+        return multiply(x_BK, layer.weight, bias, layer.product, layer.current_pass)
 
 
 @dataclass(frozen=True)
@@ -323,8 +321,8 @@ class TiedHeadSpec(LayerSpec):
         grid = layer.context.grid
         layer.product = ProductContext(layer.weights, EmbeddingMatmul(), grid.y, grid.x)
 
-    async def forward(self, layer: BoundLayer, x_BK: Any, embedding: Any) -> Any:
-        return await multiply(x_BK, embedding, None, layer.product, layer.current_pass)
+    def forward(self, layer: BoundLayer, x_BK: Any, embedding: Any) -> Any:
+        return multiply(x_BK, embedding, None, layer.product, layer.current_pass)
 
 
 @planned_kernel

@@ -22,7 +22,7 @@ from typing import Any
 from gpt4d.parallel.kernels import kernel
 from gpt4d.parallel.layers.product import Operation, add_gradient_, cast, placeholder
 from gpt4d.parallel.layers.sharding import Axes, named
-from gpt4d.parallel.layout import Layout, ParameterSpec
+from gpt4d.parallel.layout import ADAPTERS, Layout, ParameterSpec
 from gpt4d.parallel.lazy import torch
 
 A, B = "lora_a", "lora_b"  # names of an adapter's parameters
@@ -83,11 +83,11 @@ class AdapterSpec:
             (inputs, count * self.rank),
             Layout(a_rows, ()),
             std=1 / math.sqrt(3 * inputs),
-            group="adapters",
+            group=ADAPTERS,
             summed=b_columns,
         )
         layout = Layout((), *[()] * (len(outputs) - 1), b_columns)
-        b = ParameterSpec((self.rank, *outputs), layout, group="adapters", summed=a_rows)
+        b = ParameterSpec((self.rank, *outputs), layout, group=ADAPTERS, summed=a_rows)
         return {A: a, B: b}
 
 

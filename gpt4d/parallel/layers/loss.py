@@ -160,7 +160,7 @@ def _rows(logits: torch.Tensor) -> torch.Tensor:
 
 def _blocks(logits: torch.Tensor) -> Iterator[slice]:
     """Yield slices of consecutive rows of ``logits``, as many as ``num_blocks`` returns."""
-    rows = -(-len(logits) // num_blocks(logits, compile.is_enabled()))
+    rows = -(-len(logits) // num_blocks(logits, compile.enabled))
     for start in range(0, len(logits), rows):
         yield slice(start, start + rows)
 

@@ -15,7 +15,7 @@ from typing import Any
 from gpt4d.parallel.kernels import Function, kernel, wide_dtype
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.product import Recomputable, cast_to
-from gpt4d.parallel.layout import Layout, ParameterSpec
+from gpt4d.parallel.layout import BETWEEN_LAYERS, Layout, ParameterSpec
 from gpt4d.parallel.lazy import F, torch
 
 
@@ -314,7 +314,7 @@ class LayerNormSpec(NormSpec):
     epsilon: float = 1e-5
 
     def parameters(self) -> dict[str, ParameterSpec]:
-        bias = ParameterSpec((self.features,), Layout(("y",)), between_layers=True)
+        bias = ParameterSpec((self.features,), Layout(("y",)), summed=BETWEEN_LAYERS)
         return {"weight": replace(bias, mean=1.0), "bias": bias}
 
     def apply(self, layer, x, branch):
@@ -343,7 +343,7 @@ class RMSNormSpec(NormSpec):
 
     def parameters(self) -> dict[str, ParameterSpec]:
         mean = 0.0 if self.zero_centered else 1.0
-        return {"weight": ParameterSpec((self.features,), Layout(("y",)), mean=mean, between_layers=True)}
+        return {"weight": ParameterSpec((self.features,), Layout(("y",)), mean=mean, summed=BETWEEN_LAYERS)}
 
     def apply(self, layer, x, branch):
         axes = (layer.context.grid.y,)
@@ -383,7 +383,7 @@ class HeadNormSpec(LayerSpec):
 
     def parameters(self) -> dict[str, ParameterSpec]:
         mean = 0.0 if self.zero_centered else 1.0
-        return {"weight": ParameterSpec((self.size,), Layout(()), mean=mean, head_parts=self.heads)}
+        return {"weight": ParameterSpec((self.size,), Layout(()), mean=mean, summed=self.heads)}
 
     def forward(self, layer: BoundLayer, x: Any) -> Any:
         names = layer.context.head_axes(self.heads) if self.across_heads else ()

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 from gpt4d.parallel.context import Pass
 from gpt4d.parallel.engine.interleave import YieldPoint
+from gpt4d.parallel.engine.prefetch import BACKWARD
 from gpt4d.parallel.kernels import Function, kernel
 from gpt4d.parallel.layers import sharding
 from gpt4d.parallel.layers.layer import BoundLayer
@@ -154,6 +155,8 @@ class ProductContext:
     inner_split: int | None = None  # dim of the inner activation that the residual stream's axis splits too
     # The caller exchanges the input's gradient and computes the weight's gradient during the exchange.
     later: list[Callable[[], None]] | None = None
+    # Its product is added to the weight's product (gpt4d.parallel.layers.lora); the input must have a gradient.
+    adapter: Any | None = None
 
     @cached_property
     def splits(self) -> tuple[tuple[int | None, int | None], ...]:
@@ -178,7 +181,6 @@ class ProductCall:
     output_split: int | None
     input_again: Callable[[], Any] | None  # recomputes an input that is not saved
     separate_input: bool  # the input has its own node, which saves it and waits for its gradient
-    adapter: Any | None  # its product is added to the weight's product (gpt4d.parallel.layers.lora)
     output: Any = None  # all-reduce or reduce-scatter of the product
     shape: tuple[int, ...] = ()  # shape of the product
     d_output: Any = None  # all-gather of the gradient of a scattered output
@@ -195,8 +197,8 @@ class ProductCall:
         w = context.weights.gather(self.weight)
         bias = None if self.bias is None or contracted.size > 1 else cast(self.bias.detach(), x_BK)
         out = context.operation.forward(x_BK, w, bias)
-        if self.adapter is not None:
-            out = self.adapter.add_product_(out, x_BK)
+        if context.adapter is not None:
+            out = context.adapter.add_product_(out, x_BK)
         self.shape = out.shape
         if self.output_split is None:
             self.output = contracted.start_all_reduce(out, parameter=self.weight)
@@ -277,8 +279,6 @@ class GatheredInputFunction(Function):
 class ProductFunction(Function):
     """``O = I·W + b`` with I [B, K], W gathered over z, O [B, N]: waits for the product that ``start_product`` started.
 
-    If there are neither collectives nor other chunks, the product starts here.
-
     W is not saved: the sharded weights decide whether the backward gathers it again. If I has a separate node and
     requires a gradient, that node has saved it. If the output is scattered, the result is a placeholder, and
     ScatteredOutputFunction waits for the output.
@@ -290,8 +290,6 @@ class ProductFunction(Function):
         if ctx.keeper is None and call.input_again is None:
             ctx.save_for_backward(x_BK)
         ctx.call = call
-        if call.output is None:
-            call.start_product(x_BK)
         if call.output_split is not None:
             return placeholder(x_BK, call.shape)
         out = call.take_output()
@@ -311,9 +309,9 @@ class ProductFunction(Function):
             d_out_BN, call.d_output = call.d_output.wait(), None
         d_out_BN = d_out_BN.detach().contiguous()  # detached, because a delayed weight gradient retains it
         if ctx.needs_input_grad[0]:
-            d_x = context.operation.input_gradient(d_out_BN, weights.gather_for_backward(call.weight), x_BK)
-            if call.adapter is not None:
-                d_x = call.adapter.add_gradients(d_x, d_out_BN, x_BK)
+            d_x = context.operation.input_gradient(d_out_BN, weights.gather(call.weight, BACKWARD), x_BK)
+            if context.adapter is not None:
+                d_x = context.adapter.add_gradients(d_x, d_out_BN, x_BK)
             if context.produced.size > 1:
                 d_x = call.start_input_gradient(d_x)
         if ctx.needs_input_grad[1] and weights.trains(call.weight):
@@ -346,9 +344,7 @@ class ScatteredOutputFunction(Function):
         return placeholder(d_out, call.shape), None
 
 
-async def multiply(
-    given: Any, weight: Any, bias: Any | None, context: ProductContext, current: Pass, adapter: Any | None = None
-) -> Any:
+async def multiply(given: Any, weight: Any, bias: Any | None, context: ProductContext, current: Pass) -> Any:
     """Return the output [B, N] of a layer for one chunk.
 
     Args:
@@ -357,16 +353,13 @@ async def multiply(
         bias: the layer's bias. Its gradient is computed here if it requires one.
         context: the layer's product context.
         current: the pass that computes it.
-        adapter: the layer's low-rank adapter (gpt4d.parallel.layers.lora); its input must have a gradient.
     """
     x_BK, again = given if isinstance(given, Recomputable) else (given, None)
-    weights, (input_split, output_split) = context.weights, context.splits[current.splits_tokens]
+    input_split, output_split = context.splits[current.splits_tokens]
     if input_split is not None:
         again = None  # a gathered input is saved, because its recomputation needs a second all-gather
     separate_input = context.produced.size > 1 or current.recompute
-    call = ProductCall(context, weight, bias, input_split, output_split, again, separate_input, adapter)
-    if not separate_input and context.contracted.size == current.num_chunks == 1:
-        return ProductFunction.apply(x_BK, weight, bias, call)
+    call = ProductCall(context, weight, bias, input_split, output_split, again, separate_input)
     if separate_input:
         x_BK = InputFunction.apply(x_BK, call)
     if input_split is not None:
@@ -375,12 +368,13 @@ async def multiply(
         x_BK = GatheredInputFunction.apply(x_BK, pending.wait())
     elif output_split is not None:
         await YieldPoint()  # the product's node follows immediately, so all chunks must create their input nodes first
-    if weights.recomputation_ends:
+    if current.num_chunks > 1 and context.weights.schedule.recomputation_ends:
         await YieldPoint()  # the remaining chunks save their inputs, and the last chunk ends the recomputation
     call.start_product(x_BK.detach())
-    if output_split is None:
+    if output_split is not None:
+        shape_of_product = ProductFunction.apply(x_BK, weight, bias, call)
         await YieldPoint()
-        return ProductFunction.apply(x_BK, weight, bias, call)
-    shape_of_product = ProductFunction.apply(x_BK, weight, bias, call)
-    await YieldPoint()
-    return ScatteredOutputFunction.apply(shape_of_product, call)
+        return ScatteredOutputFunction.apply(shape_of_product, call)
+    if context.contracted.size > 1 or current.num_chunks > 1:
+        await YieldPoint()
+    return ProductFunction.apply(x_BK, weight, bias, call)

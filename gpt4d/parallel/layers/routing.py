@@ -5,15 +5,17 @@ Shapes: T: tokens of this rank; H: its features of the residual stream; E: all e
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from gpt4d.parallel.engine.prefetch import FORWARD
 from gpt4d.parallel.kernels import Function, KernelFunction, kernel, wide_dtype
 from gpt4d.parallel.layers.exchange import exchanged, summed
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.linear import matmul
 from gpt4d.parallel.layers.sequence import TokenIndex
-from gpt4d.parallel.layout import Layout, ParameterSpec
+from gpt4d.parallel.layout import BETWEEN_LAYERS, STATE, Layout, ParameterSpec, spec_of
 from gpt4d.parallel.lazy import torch
 
 
@@ -163,17 +165,17 @@ class ExpertWeightsFunction(Function):
     """``expert_weights``, whose backward adds the gradients of the router's own losses."""
 
     @staticmethod
-    def forward(ctx, logits_TE, experts_TK, load_E, unpadded_T, spec: RouterSpec, weights: Any):
+    def forward(ctx, logits_TE, experts_TK, load_E, unpadded_T, layer: BoundLayer):
         ctx.save_for_backward(logits_TE, experts_TK)
-        ctx.load, ctx.unpadded, ctx.spec, ctx.weights = load_E, unpadded_T, spec, weights
-        return expert_weights(logits_TE, experts_TK, spec.scoring)
+        ctx.load, ctx.unpadded, ctx.layer = load_E, unpadded_T, layer
+        return expert_weights(logits_TE, experts_TK, layer.spec.scoring)
 
     @staticmethod
     def backward(ctx, d_weights_TK):
-        spec, each = ctx.spec, 1 / (ctx.spec.layers_of_model * ctx.weights.unpadded_units)
+        spec, each = ctx.layer.spec, 1 / (ctx.layer.spec.layers_of_model * ctx.layer.unpadded_tokens)
         balance = Balance(0.0 if ctx.load is None else spec.balance_rate * spec.experts * each, spec.z_loss * each)
         d_logits_TE = logits_gradient(d_weights_TK, *ctx.saved_tensors, ctx.load, ctx.unpadded, spec.scoring, balance)
-        return d_logits_TE, None, None, None, None, None
+        return d_logits_TE, None, None, None, None
 
 
 class Routing(NamedTuple):
@@ -193,7 +195,7 @@ class RouterSpec(LayerSpec):
     microbatches. Padding takes part neither in losses nor in loads. With ``balance="bias"``, a bias is added to the
     scores for the choice of experts only. After each step it grows by ``balance_rate`` for an expert with less than the
     mean load, and falls by it for an expert with more (Wang et al., 2024). ``state`` [E] is the load or the bias. The
-    step updates it (gpt4d.step.Routers).
+    step updates it (``Routers``).
 
     Attributes:
         hidden: features of the residual stream.
@@ -219,21 +221,96 @@ class RouterSpec(LayerSpec):
         shape, layout = (self.hidden, self.experts), Layout(("y",), ())
         mean = self.scoring.per_token / self.experts if self.balance == "loss" else 0.0
         return {
-            "weight": ParameterSpec(shape, layout, std=self.std, group="router", between_layers=True),
-            "state": ParameterSpec((self.experts,), Layout(()), mean=mean, frozen=True, state=True),
+            "weight": ParameterSpec(shape, layout, std=self.std, group="router", summed=BETWEEN_LAYERS),
+            "state": ParameterSpec((self.experts,), Layout(()), mean=mean, group=STATE, frozen=True),
         }
 
+    def prepare(self, layer: BoundLayer) -> None:
+        layer.unpadded_tokens = 1.0  # in all microbatches of the step, on all ranks
+        layer.add_statistics = lambda sums: None  # ``Routers`` adds the sums of a step
+
     async def forward(self, layer: BoundLayer, x_TH: Any, tokens: TokenIndex) -> Routing:
-        y, weights = layer.context.grid.y, layer.weights
+        y = layer.context.grid.y
         logits_TE = LogitsFunction.apply(x_TH, layer.weight)
         if y.size > 1:
             (logits_TE,) = await exchanged((logits_TE, summed(y)))
         bias_E, load_E = (layer.state, None) if self.balance == "bias" else (None, layer.state)
         experts_TK = chosen_experts(logits_TE.detach(), bias_E, self.scoring)
-        if layer.current_pass.records and not weights.recomputing:
-            sums = routing_statistics(logits_TE.detach(), experts_TK, tokens.unpadded, self.scoring)
-            weights.add_statistics(layer, sums)
+        if layer.current_pass.records and layer.weights.schedule.phase == FORWARD:
+            layer.add_statistics(routing_statistics(logits_TE.detach(), experts_TK, tokens.unpadded, self.scoring))
         if not self.balance_rate:
             load_E = None
-        weights_TK = ExpertWeightsFunction.apply(logits_TE, experts_TK, load_E, tokens.unpadded, self, weights)
+        weights_TK = ExpertWeightsFunction.apply(logits_TE, experts_TK, load_E, tokens.unpadded, layer)
         return Routing(weights_TK, experts_TK)
+
+
+class Routers:
+    """The routers of a stage in training. Each row of ``totals`` belongs to one router of the model.
+
+    Args:
+        model: the layers of the stage.
+        experts: the names of all routers of the model, with their numbers of experts.
+    """
+
+    def __init__(self, model: Any, experts: Mapping[str, int]):
+        context, found = model.context, dict(model.named_modules())
+        self.shape = len(experts), num_statistics(max(experts.values(), default=0))
+        self._totals = torch.zeros(self.shape, dtype=torch.float64, device=model.weights.device)
+        self._own = {row: found[name] for row, name in enumerate(experts) if name in found}
+        if context.grid.y.index == 0 and (context.training.splits_tokens or context.grid.x.index == 0):
+            for row, layer in self._own.items():
+                layer.add_statistics = self._totals[row].add_
+
+    def begin(self, unpadded: float) -> None:
+        """Start a step with a global number of ``unpadded`` tokens, by which the losses of routers are divided."""
+        for layer in self._own.values():
+            layer.unpadded_tokens = unpadded
+
+    def totals(self) -> torch.Tensor:
+        """Return this rank's statistics of the step, float64 of this ``shape``, for a sum over all ranks of the job.
+
+        Rows of other stages' routers are zero, as are the rows of all but one of the ranks that have the same tokens.
+        """
+        totals = self._totals.clone()
+        self._totals.zero_()
+        return totals
+
+    def update(self, totals: torch.Tensor, skipped: torch.Tensor) -> None:
+        """Set the states of this stage's routers from the statistics of all ranks, unless the step is skipped.
+
+        Routers that are not trained, because adapters are, retain their biases.
+        """
+        for row, layer in self._own.items():
+            spec, counts = layer.spec, totals[row, : layer.spec.experts]
+            if spec.balance == "loss":
+                state = counts * (spec.scoring.per_token / counts.sum())
+            elif spec_of(layer.weight).frozen:
+                continue
+            else:
+                state = layer.state.double() + spec.balance_rate * (counts.mean() - counts).sign()
+            with torch.no_grad():
+                layer.state.copy_(torch.where(skipped, layer.state.double(), state))
+
+
+def routing_summary(totals: torch.Tensor, ranks: int) -> dict[str, Any]:
+    """Return the values for metrics.jsonl: means over the routers, and the tokens of the most imbalanced router.
+
+    Args:
+        totals: statistics of a step, summed over all ranks of the job.
+        ranks: number of ranks that split the experts.
+    """
+    experts = (totals.shape[1] - 2) // 2
+    counts, scores, sums = totals.split((experts, experts, 2), 1)
+    tokens = scores.sum(1, keepdim=True)  # a token's scores add up to 1
+    of_ranks = counts.unflatten(1, (ranks, -1)).sum(2)
+    imbalance = counts.amax(1) / counts.mean(1)
+    worst = int(imbalance.argmax())
+    return {
+        "imbalance": imbalance.mean().item(),
+        "rank_imbalance": (of_ranks.amax(1) / of_ranks.mean(1)).mean().item(),
+        "entropy": (sums[:, :1] / tokens).mean().item(),
+        "balance_loss": (experts * (counts * scores / tokens**2).sum(1)).mean().item(),
+        "z_loss": (sums[:, 1:] / tokens).mean().item(),
+        "dropped": 0,
+        "most_imbalanced": {"router": worst, "tokens": counts[worst].int().tolist()},
+    }

@@ -68,12 +68,7 @@ class StageRuntime:
         self._evaluations: dict[int, tuple[Program, WeightPlan]] = {}
 
     def forward_backward(
-        self,
-        batches: Iterable[Any],
-        microbatches: int,
-        divisor: float,
-        unpadded: float | None = None,
-        mode: Eager | Recording = EAGER,
+        self, batches: Iterable[Any], microbatches: int, divisor: float, mode: Eager | Recording = EAGER
     ) -> torch.Tensor:
         """Compute the forwards and backwards of a step; gradients are complete when it returns.
 
@@ -82,15 +77,12 @@ class StageRuntime:
             microbatches: number of microbatches.
             divisor: global number of units (tokens, images) of the step, so that the result does not depend on the
                 split of the batch into ranks and microbatches.
-            unpadded: global number of units that are no padding, by which the losses of routers are divided; None: as
-                many as ``divisor``.
             mode: how the step launches kernels (gpt4d.parallel.cuda_graphs).
 
         Returns:
             The sum of this rank's losses, divided by ``divisor``, float64, on the device.
         """
         stage = self.stage
-        stage.weights.unpadded_units = divisor if unpadded is None else unpadded
         if microbatches not in self._steps:
             self._steps[microbatches] = self._plan_step(microbatches)
         plan = self._steps[microbatches]
@@ -135,7 +127,7 @@ class StageRuntime:
             step = _Step(self, batches, 1.0, stage.evaluation_exchange, EAGER)
             step.run(program)
             total = step.finish()
-        stage.weights.finish()
+        schedule.finish()
         return total
 
 
@@ -157,7 +149,7 @@ class _GradientsOfCopies:
         """
         weights, grid, mode = self.stage.weights, self.stage.grid, self.mode
         mode.resume()
-        weights.finish()
+        weights.schedule.finish()
         parameters = dict(self.stage.module.named_parameters())
         for copy in self.exchange.copies:
             parameter: Any = parameters[copy.name]
@@ -382,10 +374,10 @@ class _Step:
         raise AssertionError(f"{action}: the gradient from virtual stage {target} was not started")
 
     def _input_gradient(self, action: Action) -> None:
-        with self.stage.weights.delaying_weight_gradients():
+        with self.stage.weights.schedule.delaying_gradients():
             self._backward(action)
 
     def _weight_gradients(self, action: Action) -> None:
         self.mode.resume()
-        with self._recorded(action):
-            self.stage.weights.compute_delayed_gradients()
+        with torch.no_grad(), self._recorded(action):
+            self.stage.weights.schedule.compute_delayed_gradients()

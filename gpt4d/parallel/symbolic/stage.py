@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from gpt4d.config import GridSizes
@@ -135,6 +134,9 @@ class SymbolicLayer:
     def current_pass(self) -> Pass:
         return self.context.training if self.weights.device.records else INFERENCE
 
+    def checkpointed(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        return checkpointed(self.weights.device, function, inputs, self.weights.schedule.recomputation)
+
     def __call__(self, *inputs: Any) -> Any:
         return self.spec.forward(self, *inputs)
 
@@ -156,11 +158,10 @@ class SymbolicWeights(Weights):
         gradient_bytes: int = 0,
         shard_states: bool = False,
     ):
-        super().__init__(context, _SymbolicWeightDevice(weakref.proxy(self)))
+        super().__init__(context)
         self.device: Any = context.grid.device
-        self.parameters, sizes = parameters, context.grid.sizes
+        self.specs, sizes = dict(parameters), context.grid.sizes
         self.gradients: dict[str, SymbolicTensor] = {}
-        self._shards: dict[str, SymbolicTensor] = {}
         extents, origin = sizes._asdict(), dict.fromkeys(sizes._fields, 0)
         shapes = {
             id(spec): tuple(stop - start for start, stop in spec.layout.tile(spec.shape, extents, origin))
@@ -169,24 +170,16 @@ class SymbolicWeights(Weights):
         self._shapes = {name: shapes[id(spec)] for name, spec in parameters.items()}
         self.reduction = SymbolicReduction(weakref.proxy(self), gradient_bytes, shard_states)
 
-    def add_statistics(self, layer: Any, values: SymbolicTensor) -> None: ...
-
-    def _checkpointed(
-        self, function: Callable, inputs: Sequence[Any], around: Callable[[], AbstractContextManager]
-    ) -> Any:
-        return checkpointed(self.device, function, inputs, around)
-
     def shard(self, name: str) -> SymbolicTensor:
         """Return this device's shard of a parameter."""
         if name not in self._shards:
             this = weakref.proxy(self)
 
             def add(gradient: SymbolicTensor) -> None:
-                this.add_contribution(name, gradient)
+                this.accumulate(name, gradient)
 
-            spec, dtype = self.parameters[name], MASTER_DTYPE
-            if spec.frozen and not spec.state:
-                dtype = self.context.compute_dtype
+            spec = self.specs[name]
+            dtype = MASTER_DTYPE if spec.has_master_dtype else self.context.compute_dtype
             shard = leaf(self.device, self._shapes[name], dtype, add)
             if spec.frozen and not spec.streamed:
                 shard = shard.detach()
@@ -194,20 +187,17 @@ class SymbolicWeights(Weights):
             self._names[shard] = name
         return self._shards[name]
 
-    def trains(self, shard: Any) -> bool:
-        return not self.parameters[self._names[shard]].frozen
-
     def gathered(self, name: str) -> SymbolicTensor:
         """Return a weight as ``gather`` does, without memory."""
         weight, context = self.unsharded(name), self.context
-        if context.float8 and self.parameters[name].float8:
+        if context.float8 and self.specs[name].float8:
             return weight.like((math.prod(weight.shape) + SCALE_BYTES,), "uint8")
         return weight.like(dtype=context.compute_dtype)
 
     def unsharded(self, name: str) -> SymbolicTensor:
         """Return a weight at this device's (x, y) coordinates in the dtype of its master, without memory."""
         shard = self.shard(name)
-        parts = self.context.grid.z.size if self.parameters[name].gathered else 1
+        parts = self.context.grid.z.size if self.specs[name].gathered else 1
         return shard.like((shard.shape[0] * parts, *shard.shape[1:]))
 
     @property
@@ -220,49 +210,24 @@ class SymbolicWeights(Weights):
         """Return the number of elements of this device's shard of a parameter."""
         return math.prod(self._shapes[name])
 
-    def add_contribution(self, name: str, gradient: SymbolicTensor) -> None:
-        """Accumulate ``gradient`` in the gradient of a parameter."""
-        if name in self.gradients:
-            self.device.compute(Computation(moved=3 * gradient.nbytes))
+    def accumulate(self, weight: str, part: SymbolicTensor) -> None:
+        """Add ``part`` to the gradient of a parameter."""
+        if weight in self.gradients:
+            self.device.compute(Computation(moved=3 * part.nbytes))
         else:
-            self.gradients[name] = gradient
-        self.reduction.sums.note_contribution(name)
+            self.gradients[weight] = part
+        self.reduction.sums.note_contribution(weight)
 
-
-class _SymbolicWeightDevice:
-    """The weights of a stage. Implements gpt4d.parallel.engine.prefetch.WeightDevice."""
-
-    def __init__(self, weights: SymbolicWeights):
-        self.weights = weights
-
-    def is_split(self, weight: str) -> bool:
-        weights = self.weights
-        return weights.context.grid.z.size > 1 and weights.parameters[weight].gathered
-
-    def start_gather(self, weight: str) -> Pending:
-        weights = self.weights
-        weights.reduction.sums.wait_rows(weight)
-        shard, spec = weights.shard(weight).detach(), weights.parameters[weight]
-        return weights.start_gather(shard, spec, self._axis(weight))
-
-    def start_scatter(self, weight: str, gradient: SymbolicTensor) -> Pending:
-        return self._axis(weight).start_reduce_scatter(gradient)
-
-    def wait(self, pending: Pending) -> SymbolicTensor:
-        return pending.wait()
+    def current_shard(self, weight: str) -> SymbolicTensor:
+        self.reduction.sums.wait_rows(weight)
+        return self.shard(weight)
 
     def gradient(self, weight: str) -> SymbolicTensor | None:
-        return self.weights.gradients.get(weight)
+        return self.gradients.get(weight)
 
     def set_gradient(self, weight: str, gradient: SymbolicTensor) -> None:
-        self.weights.gradients[weight] = gradient
-        self.weights.reduction.sums.note_contribution(weight)
-
-    def add_gradient(self, weight: str, part: SymbolicTensor) -> None:
-        self.weights.add_contribution(weight, part)
-
-    def _axis(self, weight: str) -> SymbolicAxis:
-        return self.weights.context.grid.axis("z" if self.is_split(weight) else None)
+        self.gradients[weight] = gradient
+        self.reduction.sums.note_contribution(weight)
 
 
 class SymbolicReduction:
@@ -278,7 +243,7 @@ class SymbolicReduction:
         self.weights, self.device, context = weights, weights.device, weights.context
         sizes = context.grid.sizes
         max_bytes = default_bucket_bytes(gradient_bytes, sizes, shard_states)
-        specs = weights.parameters
+        specs = weights.specs
         buckets = list(gradient_buckets(specs, context.batch_axes, sizes, shard_states, max_bytes))
         local = {id(spec): spec.local_elements(sizes) * (not spec.frozen) for spec in specs.values()}
         # The buckets in flight at the end of a step with all blocks, even if the context has fewer blocks.

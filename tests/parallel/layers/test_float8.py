@@ -110,11 +110,11 @@ def test_shards_with_scales_of_their_own_are_joined_without_rounding_again():
 
 
 def test_a_weight_with_rows_that_sharded_states_have_rounded_has_the_same_float8_values():
-    grid, weight = Grid.single_device(), normal(64, 64).float()
-    spec = LinearSpec(64, 64).parameters()["weight"]
-    weights = ShardedWeights(Context(grid, torch.bfloat16, float8=True))
-    exact, mixed = weight, torch.cat((weight[:32], weight[32:].bfloat16().float()))
-    gathered = [weights.start_gather(shard, spec, grid.axis(None)).wait() for shard in (exact, mixed)]
+    weights, exact = ShardedWeights(Context(Grid.single_device(), torch.bfloat16, float8=True)), normal(64, 64).float()
+    shard, gathered = Layer(LinearSpec(64, 64), weights).weight, []
+    for values in (exact, torch.cat((exact[:32], exact[32:].bfloat16().float()))):
+        shard.data = values
+        gathered.append(weights.gather(shard))
     for one, other in zip(*(float8.unpacked(packed, 64) for packed in gathered), strict=True):
         assert torch.equal(one.float(), other.float())
 
@@ -145,7 +145,7 @@ def products_of_a_step(config, sizes) -> list:
     ids = torch.arange(64).view(2, 32)
     with patch.object(torch, "_scaled_mm", lambda *args, **options: checked_product(calls, *args, **options)):
         stage.module.loss_sum(ids, ids, torch.arange(2)).backward()
-        stage.weights.finish()
+        stage.weights.schedule.finish()
     return calls
 
 

@@ -410,7 +410,7 @@ def compare(weights, layer, ours, theirs, x):
     out, expected = ours(x.requires_grad_()), theirs(leaves, wide)
     upstream = normal(*out.shape, seed=1).bfloat16()
     out.backward(upstream)
-    weights.finish()
+    weights.schedule.finish()
     expected.backward(upstream.double())
     for name, parameter in parameters.items():
         gradient, exact = parameter.grad, leaves[name].grad
