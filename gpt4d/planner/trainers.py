@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from gpt4d.config import Config, ConfigError, check_at_least, check_choice, divisors, value_of
+from gpt4d.config import Config, ConfigError, check_at_least, check_choice, divisors, value_of, with_stages
 from gpt4d.config.trainer_profiles import PROFILES
 from gpt4d.model import registry
 
@@ -160,6 +160,7 @@ def arguments(name: str, config: Config) -> str:
     """
     if config.parallel.pipeline.stage_grids:
         raise ConfigError(f"format={name}: the plan's stages have different grids; ask for a grid: grid=1x1x8x1")
+    config = with_stages(config, config.parallel.pipeline.stages or 1)
     known, words, missing = _values(config), [], []
     for key, texts, _ in TRAINERS[name].rows:
         try:
@@ -187,8 +188,6 @@ def _values(config: Config) -> dict[str, Any]:
     values = {
         "model family": registry.of(model).name,
         "parallel.sequence_parallel": parallel.sequence_parallel if x > 1 else None,
-        "parallel.pipeline.stages": stages,
-        "parallel.pipeline.schedule": pipeline.schedule or "eager_1f1b" if stages > 1 else None,
         "blocks of a chunk": -(-layers // (stages * pipeline.chunks_per_stage)) if stages > 1 else None,
         "microbatch of a stage": micro_batch if stages > 1 else None,
         "train.micro_batch_size": micro_batch,
