@@ -189,7 +189,7 @@ def initial_weights(model: ModelConfig) -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in our_stage(Grid.single_device(), model).module.named_parameters()}
 
 
-def with_states(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+def with_states(parameters: Iterable[torch.Tensor], optimizer: Any) -> Iterator[torch.Tensor]:
     """Yield the parameters and the tensors of the optimizer's states."""
     yield from parameters
     for state in optimizer.state.values():

@@ -203,7 +203,7 @@ class TrainStep:
             unpadded: number of units of the global batch that are no padding; None: all have a loss.
         """
         grid, device = self.stage.grid, self.stage.weights.device
-        self.optimizer.set_learning_rate(lr)
+        self.optimizer.lr = lr
         self.routers.begin(units if unpadded is None else unpadded)
         forward_backward = self.graphs.run if self.graphs else self.runtime.forward_backward
         loss = forward_backward(batches, microbatches, units)
@@ -220,7 +220,7 @@ class TrainStep:
         self.routers.update(routing, skipped)
         self.reducer.start_param_all_gather()
         self.stage.send_copied_weights()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         return StepResult(loss, norm, skipped, stopping, routing)
 
     def evaluate(self, batches: Iterable[Any], microbatches: int) -> torch.Tensor:

@@ -51,7 +51,7 @@ def hooks(trainer) -> list:
     """Return the hooks a profiled step leaves on model and optimizer, and the axes with named collectives."""
     handles = [h for m in trainer.stage.module.modules() for h in (*m._forward_hooks, *m._forward_pre_hooks)]
     optimizer = trainer.train_step.optimizer
-    handles += [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]
+    handles += [optimizer.around_step] if optimizer.around_step is not nullcontext else []
     return handles + [axis.name for axis in trainer.stage.grid if axis.traffic.named_range is not nullcontext]
 
 

@@ -25,7 +25,7 @@ class SharedSequences(Training):
         return self.loss
 
     def collect_results(self) -> dict:
-        self.train_step.optimizer.zero_grad(set_to_none=True)
+        self.train_step.optimizer.zero_grad()
         results = super().collect_results()
         return results | {"loss": self.grid.world.all_reduce(mask_replicas(self.loss, self.grid)).item()}
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from gpt4d.config import Config, profiled_steps
+from gpt4d.optim.optimizer import Optimizer
 from gpt4d.parallel.comm.collectives import Axis
 from gpt4d.parallel.comm.stats import CommStats, now, seconds_between
 from gpt4d.parallel.engine.interleave import YieldPoint
@@ -140,7 +141,7 @@ class _LayerRecorder:
     overlap.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, chunked: bool):
+    def __init__(self, model: nn.Module, optimizer: Optimizer, device: torch.device, chunked: bool):
         self.model, self.optimizer, self.device, self.chunked = model, optimizer, device, chunked
         self.spans: list[LayerSpan] = []  # start and stop are results of ``now``
         self.open: dict[tuple[str, str], tuple] = {}  # (name, phase) → (profiler range, start) of unfinished spans
@@ -159,16 +160,13 @@ class _LayerRecorder:
                 # always_call: activation checkpointing ends a recomputation early with an exception.
                 layer.register_forward_hook(partial(self._after_forward, name), always_call=True),
             ]
-        update = ("optimizer", "update")
-        self.handles += [
-            self.optimizer.register_step_pre_hook(lambda *_: self._begin(*update)),
-            self.optimizer.register_step_post_hook(lambda *_: self._end(*update)),
-        ]
+        self.optimizer.around_step = self._update
         return self
 
     def __exit__(self, *error) -> None:
         for handle in self.handles:
             handle.remove()
+        self.optimizer.around_step = nullcontext
         self.depth.clear()
         for key in reversed(list(self.open)):  # spans that an error interrupted
             self._end(*key)
@@ -188,6 +186,13 @@ class _LayerRecorder:
         profiler_range, start = self.open.pop((name, phase))
         self.spans.append(LayerSpan(name, phase, start, now(self.device)))
         profiler_range.__exit__(None, None, None)
+
+    @contextmanager
+    def _update(self) -> Iterator[None]:
+        """Record an update of the optimizer."""
+        self._begin("optimizer", "update")
+        yield
+        self._end("optimizer", "update")
 
     def _phase(self) -> str:
         """Return the phase of a running forward: inside a backward it is a recomputation."""

@@ -59,7 +59,7 @@ def check_another_grid_reads(ranks, run, writer, writer_shards, reader, reader_s
 def save_with_rounded_rows(sizes, run_dir):
     """Save a model on a rank whose rows are rounded, except the rows that the rank updates."""
     model, optimizer = build(sizes, shard=True)
-    exact = [p for group in optimizer.param_groups for p in group["params"]]
+    exact = [p for _, p in optimizer.shards()]
     values = [p.detach().clone() for p in exact]
     for parameter in model.parameters():
         parameter.data.copy_(parameter.bfloat16())
