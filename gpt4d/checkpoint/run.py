@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,10 @@ class RunCheckpoints:
             self.changes = {key: Change(*change) for key, change in changes.items()}
             self._initialize()
         best = config.checkpoint.keep_best
+        # Results are sent to all ranks as text.
         run_on_rank0(lambda: str(lifecycle.mark_best(self.run_dir, best)), "marking the best checkpoint")
-        renamed = run_on_rank0(lambda: [str(lifecycle.quarantine(path)) for path in damaged], "renaming checkpoints")
-        for aside in renamed:
+        for path in damaged:
+            aside = run_on_rank0(partial(_quarantine, path), f"renaming {path.name}")
             log.event("damaged", f"renamed to {aside} until the next checkpoint is saved", path=aside)
         if progress.step >= config.train.steps:
             message = f"{self.run_dir} is complete; raise {length_key(config.train)} or set another run.name"
@@ -130,10 +132,9 @@ class RunCheckpoints:
         self.initial = checkpoint.path
         message = f"starting from the {'averaged ' if averaged else ''}weights of {checkpoint.path}"
         self.log.event("init", message, path=str(checkpoint.path), averaged=averaged)
-        family, stored = registry.of(config.model), checkpoint.meta.model
-        for name, (before, after) in family.changed_structure(
-            stored, config.model
-        ).items():  # positions: see check_fits
+        # Only positions differ, as ``check_fits`` requires.
+        changed = registry.of(config.model).changed_structure(checkpoint.meta.model, config.model)
+        for name, (before, after) in changed.items():
             message = f"model.{name}={after}: {before} in the training of the initial weights"
             self.log.event("change", message, step=0, key=f"model.{name}", before=before, after=after)
 
@@ -198,3 +199,7 @@ class RunCheckpoints:
                 message += f"; the best for {self.plan.config.checkpoint.keep_best} is {saved.best.name}"
                 values["best"] = str(saved.best)
             self.log.event("checkpoint", message, **values, path=str(saved.path), **times)
+
+
+def _quarantine(directory: Path) -> str:
+    return str(lifecycle.quarantine(directory))

@@ -182,21 +182,25 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: spec.stored_shape for name, spec in registry.describe(config).parameters.items()}
 
 
+def verify_files(checkpoint: Checkpoint, index: int = 0, of: int = 1) -> None:
+    """Verify the files of a checkpoint like ``verify``, without comparing its tensors with a model's."""
+    entries = checkpoint.manifest
+    for name in (checkpoint_dir.META, TENSORS):
+        if name not in entries:
+            raise Damaged(f"{checkpoint.path / MANIFEST}: {name} is not listed")
+    tensor_files.check_files(checkpoint.path, entries, sorted(entries)[index::of])
+    for name in sorted(checkpoint.files.tensors)[index::of]:
+        checkpoint.files.check(name, entries)
+
+
 def verify(checkpoint: Checkpoint, index: int = 0, of: int = 1) -> None:
     """Verify that files match the manifest, and that every tensor of the model is stored exactly once.
 
     Ranks share the work that grows with the checkpoint: this call verifies share ``index`` of ``of`` shares. Raises
     Damaged, naming the file, if the checkpoint is not intact.
     """
-    directory, entries = checkpoint.path, checkpoint.manifest
-    for name in (checkpoint_dir.META, TENSORS):
-        if name not in entries:
-            raise Damaged(f"{directory / MANIFEST}: {name} is not listed")
-    tensor_files.check_files(directory, entries, sorted(entries)[index::of])
-    files, tensors = checkpoint.files, checkpoint.files.tensors
-    for name in sorted(tensors)[index::of]:
-        files.check(name, entries)
-    meta = checkpoint.meta
+    verify_files(checkpoint, index, of)
+    directory, meta, tensors = checkpoint.path, checkpoint.meta, checkpoint.files.tensors
     if re.fullmatch(r"step_\d+", directory.name) and directory.name != checkpoint_dir.name(meta.progress.step):
         raise Damaged(f"{directory}: renamed, {checkpoint_dir.META} is of step {meta.progress.step}")
     states: dict[str, set[str]] = {}  # by parameter
@@ -218,5 +222,5 @@ def verify(checkpoint: Checkpoint, index: int = 0, of: int = 1) -> None:
             raise Damaged(f"{directory / TENSORS}: extra.{name} is missing")
     if unknown:
         raise Damaged(f"{directory / TENSORS}: {min(unknown)} is not a tensor of this model")
-    if "tokenizer" in meta.identity and tokenizers.FILE not in entries:
+    if "tokenizer" in meta.identity and tokenizers.FILE not in checkpoint.manifest:
         raise Damaged(f"{directory / MANIFEST}: {tokenizers.FILE} is not listed")

@@ -25,8 +25,8 @@ def run_on_all_ranks(
 ) -> T:
     """Return this rank's ``work()`` once it has succeeded on every rank. If it fails on any rank, all ranks raise.
 
-    The first rank that fails raises its exception. All other ranks raise the same ConfigError, or a RuntimeError. Each
-    rank prints the traceback of any other exception, because the error that ends the job may be another rank's.
+    The first rank that fails raises its exception. All other ranks raise the same ConfigError, or a RuntimeError, and
+    print the traceback of an exception of their own.
 
     ``name``: name of the work in reports ("loading the checkpoint"), as in all functions of this module. A thread other
     than the main thread has its own ``track`` and ``group``.
@@ -36,14 +36,19 @@ def run_on_all_ranks(
         try:
             result = work()
         except Exception as raised:
-            if not isinstance(raised, ConfigError):
-                traceback.print_exc()
             error = raised
         with activity.waiting():
-            errors = gather_in_group(error and _error_to_json(error, name), group)
+            try:
+                errors = gather_in_group(error and _error_to_json(error, name), group)
+            except Exception as lost:
+                raise lost from error
     for rank, first_error in enumerate(errors):
+        if first_error and error and rank == dist.get_rank(group):
+            raise error
         if first_error:
-            raise error if error and rank == dist.get_rank(group) else _error_from_json(first_error)
+            if error and not isinstance(error, ConfigError):
+                traceback.print_exception(error)
+            raise _error_from_json(first_error)
     return result
 
 
@@ -70,14 +75,14 @@ def gather_in_group(value: Any, group: dist.ProcessGroup | None = None, receiver
     longest = int(max(sizes))
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: len(content)] = content
+    if receiver not in (None, dist.get_rank()):
+        dist.gather(padded, None, receiver, group)
+        return []
     contents = [torch.empty_like(padded) for _ in sizes]
     if receiver is None:
         dist.all_gather(contents, padded, group)
-    elif receiver == dist.get_rank():
-        dist.gather(padded, contents, receiver, group)
     else:
-        dist.gather(padded, None, receiver, group)
-        return []
+        dist.gather(padded, contents, receiver, group)
     return [_decode(received[: int(size)]) for received, size in zip(contents, sizes, strict=True)]
 
 

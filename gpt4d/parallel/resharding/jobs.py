@@ -209,10 +209,7 @@ class _GreedyRun:
     def __init__(self, jobs: list[SendJob], rng: random.Random):
         self.rng, self.num_choices, self.now = rng, 0, 0
         self.kinds = _group_by_kind(jobs)  # of the remaining jobs
-        self.sending, self.receiving = (
-            defaultdict[int, int](int),
-            defaultdict[int, int](int),
-        )  # by host, until this time
+        self.sending, self.receiving = defaultdict[int, int](int), defaultdict[int, int](int)  # by host, until then
         self.to_send, self.to_receive = defaultdict[int, float](float), Counter[int]()  # by host, the remaining load
         for job in jobs:
             self._add_load(job, 1)
