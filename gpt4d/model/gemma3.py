@@ -13,6 +13,7 @@ from gpt4d.model.description import Description
 from gpt4d.model.hugging_face import GLOBAL, LOCAL, ModelTable, TextAdapter, check_supported, unsupported
 from gpt4d.model.parts import units_of
 from gpt4d.model.text import TextModelSpec, text_family
+from gpt4d.parallel.kernels import Tensor
 from gpt4d.parallel.layers.activations import GegluFunction
 from gpt4d.parallel.layers.embedding import EmbeddingFactorSpec
 from gpt4d.parallel.layers.heads import Rotary
@@ -74,7 +75,7 @@ class Gemma3BlockSpec(LayerSpec):
             "post_mlp_norm": behind,
         }
 
-    async def forward(self, layer: BoundLayer, x_TH: Any, tokens: TokenIndex) -> Any:
+    async def forward(self, layer: BoundLayer, x_TH: Tensor, tokens: TokenIndex) -> Tensor:
         x_TH, normal_TH = layer.attention_norm(x_TH)
         x_TH = layer.post_attention_norm(x_TH, await layer.attention(normal_TH, tokens))
         x_TH, normal_TH = layer.mlp_norm(x_TH)

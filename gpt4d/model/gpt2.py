@@ -14,13 +14,14 @@ from gpt4d.model.description import Description
 from gpt4d.model.hugging_face import ModelTable, TextAdapter, check_supported
 from gpt4d.model.parts import STREAM, residual_stream, units_of
 from gpt4d.model.text import TextModelSpec, TransformerConfig, text_family
+from gpt4d.parallel.kernels import Tensor
 from gpt4d.parallel.layers.activations import DropoutSpec, gelu_of_biased
 from gpt4d.parallel.layers.attention import FusedAttentionSpec
 from gpt4d.parallel.layers.embedding import PositionEmbeddingSpec
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.norm import LayerNormSpec
-from gpt4d.parallel.layers.product import recomputable
+from gpt4d.parallel.layers.product import Input, recomputable
 from gpt4d.parallel.layers.sequence import TokenIndex
 
 
@@ -67,7 +68,7 @@ class GPT2AttentionSpec(LayerSpec):
             "output": LinearSpec(h, h, transposed=True, std=self.config.branch_std, heads=heads),
         }
 
-    async def forward(self, layer: BoundLayer, x_TH: Any, tokens: TokenIndex) -> Any:
+    async def forward(self, layer: BoundLayer, x_TH: Tensor, tokens: TokenIndex) -> Tensor:
         mixed_TN = await layer.core(await layer.qkv(x_TH), tokens)
         return await layer.output(mixed_TN)
 
@@ -85,7 +86,7 @@ class GPT2MLPSpec(LayerSpec):
             "down": LinearSpec(inner, h, transposed=True, std=self.config.branch_std),
         }
 
-    async def forward(self, layer: BoundLayer, x_TH: Any) -> Any:
+    async def forward(self, layer: BoundLayer, x_TH: Input) -> Tensor:
         activation = partial(gelu_of_biased, bias=layer.up.bias)
         return await layer.down(recomputable(layer, activation, await layer.up(x_TH)))
 
@@ -106,7 +107,7 @@ class GPT2BlockSpec(LayerSpec):
             "mlp_dropout": DropoutSpec(self.config.dropout),
         }
 
-    async def forward(self, layer: BoundLayer, x_TH: Any, tokens: TokenIndex) -> Any:
+    async def forward(self, layer: BoundLayer, x_TH: Tensor, tokens: TokenIndex) -> Tensor:
         x_TH, normal_TH = layer.attention_norm(x_TH)
         attended_TH = layer.attention_dropout(await layer.attention(normal_TH, tokens), tokens)
         x_TH, normal_TH = layer.mlp_norm(x_TH, attended_TH)

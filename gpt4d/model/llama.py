@@ -16,14 +16,14 @@ from gpt4d.model.description import Description
 from gpt4d.model.hugging_face import ModelTable, TextAdapter, check_sizes, check_supported, unsupported
 from gpt4d.model.parts import STREAM, residual_stream, units_of
 from gpt4d.model.text import TextModelSpec, TransformerConfig, text_family
-from gpt4d.parallel.kernels import KernelFunction
+from gpt4d.parallel.kernels import KernelFunction, Tensor
 from gpt4d.parallel.layers.activations import SwigluFunction
 from gpt4d.parallel.layers.attention import AttentionSpec
 from gpt4d.parallel.layers.heads import KeyValueHeadsSpec, Rotary
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.linear import LinearSpec, separate
 from gpt4d.parallel.layers.norm import BranchNormSpec, HeadNormSpec, RMSNormSpec
-from gpt4d.parallel.layers.product import recomputable
+from gpt4d.parallel.layers.product import Input, recomputable
 from gpt4d.parallel.layers.sequence import TokenIndex
 
 ROPE_SCALINGS = ("none", "linear", "llama3", "yarn")
@@ -238,7 +238,7 @@ class LlamaAttentionSpec(LayerSpec):
             )
         return layers
 
-    async def forward(self, layer: BoundLayer, x_TH: Any, tokens: TokenIndex) -> Any:
+    async def forward(self, layer: BoundLayer, x_TH: Tensor, tokens: TokenIndex) -> Tensor:
         config = self.config
         qkv_BSN = (await layer.qkv(x_TH)).unflatten(0, (-1, tokens.length))
         q_BSN, k_BSN, v_BSN = separate(qkv_BSN, config.qkv_channels, config.head_parts)
@@ -267,7 +267,7 @@ class LlamaMLPSpec(LayerSpec):
             "down": LinearSpec(inner, h, transposed=True, bias=False, std=self.config.branch_std),
         }
 
-    async def forward(self, layer: BoundLayer, x_TH: Any) -> Any:
+    async def forward(self, layer: BoundLayer, x_TH: Input) -> Tensor:
         return await layer.down(recomputable(layer, self.activation.apply, await layer.up(x_TH)))
 
 
@@ -286,7 +286,7 @@ class LlamaBlockSpec(LayerSpec):
             "mlp": LlamaMLPSpec(self.config),
         }
 
-    async def forward(self, layer: BoundLayer, x_TH: Any, tokens: TokenIndex) -> Any:
+    async def forward(self, layer: BoundLayer, x_TH: Tensor, tokens: TokenIndex) -> Tensor:
         x_TH, normal_TH = layer.attention_norm(x_TH)
         x_TH, normal_TH = layer.mlp_norm(x_TH, await layer.attention(normal_TH, tokens))
         return x_TH + await layer.mlp(normal_TH)

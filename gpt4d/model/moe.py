@@ -4,7 +4,6 @@ Shapes: T tokens, H hidden.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from gpt4d.config import SIZE, Config, ConfigError, Divisibility, Effect, redefined, setting
 from gpt4d.model import llama
@@ -12,9 +11,10 @@ from gpt4d.model.description import Description
 from gpt4d.model.hugging_face import ModelTable, TextAdapter
 from gpt4d.model.parts import EXPERTS
 from gpt4d.model.text import text_family
+from gpt4d.parallel.kernels import Tensor
 from gpt4d.parallel.layers.experts import ExpertsSpec
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
-from gpt4d.parallel.layers.product import Recomputable
+from gpt4d.parallel.layers.product import Input, Recomputable
 from gpt4d.parallel.layers.routing import RouterSpec, Scoring
 from gpt4d.parallel.layers.sequence import TokenIndex
 
@@ -89,7 +89,7 @@ class MixtureSpec(LayerSpec):
             layers["shared"] = llama.LlamaMLPSpec(replace(config, inner=config.shared_inner))
         return layers
 
-    async def forward(self, layer: BoundLayer, given: Any, tokens: TokenIndex) -> Any:
+    async def forward(self, layer: BoundLayer, given: Input, tokens: TokenIndex) -> Tensor:
         x_TH = given.value if isinstance(given, Recomputable) else given  # saved, because several layers use it
         routing = await layer.router(x_TH, tokens)
         shared = layer.shared(x_TH) if self.config.shared_inner else None
@@ -105,7 +105,7 @@ class MoeBlockSpec(llama.LlamaBlockSpec):
     def layers(self) -> dict[str, LayerSpec]:
         return super().layers() | {"mlp": MixtureSpec(self.config)}
 
-    async def forward(self, layer: BoundLayer, x_TH: Any, tokens: TokenIndex) -> Any:
+    async def forward(self, layer: BoundLayer, x_TH: Tensor, tokens: TokenIndex) -> Tensor:
         x_TH, normal_TH = layer.attention_norm(x_TH)
         x_TH, normal_TH = layer.mlp_norm(x_TH, await layer.attention(normal_TH, tokens))
         return x_TH + await layer.mlp(normal_TH, tokens)

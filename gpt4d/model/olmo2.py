@@ -4,13 +4,13 @@ Shapes: T tokens, H hidden.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from gpt4d.config import redefined
 from gpt4d.model import llama
 from gpt4d.model.description import Description
 from gpt4d.model.hugging_face import ModelTable, TextAdapter
 from gpt4d.model.text import text_family
+from gpt4d.parallel.kernels import Tensor
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.sequence import TokenIndex
 
@@ -32,14 +32,9 @@ class Olmo2BlockSpec(llama.LlamaBlockSpec):
 
     def layers(self) -> dict[str, LayerSpec]:
         layers, behind = super().layers(), llama.branch_norm(self.config)
-        return {
-            "attention": layers["attention"],
-            "attention_norm": behind,
-            "mlp": layers["mlp"],
-            "mlp_norm": behind,
-        }
+        return {"attention": layers["attention"], "attention_norm": behind, "mlp": layers["mlp"], "mlp_norm": behind}
 
-    async def forward(self, layer: BoundLayer, x_TH: Any, tokens: TokenIndex) -> Any:
+    async def forward(self, layer: BoundLayer, x_TH: Tensor, tokens: TokenIndex) -> Tensor:
         x_TH = layer.attention_norm(x_TH, await layer.attention(x_TH, tokens))
         return layer.mlp_norm(x_TH, await layer.mlp(x_TH))
 

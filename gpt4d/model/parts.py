@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
+from gpt4d.parallel.kernels import Tensor
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layout import CHUNK, Layout
 
@@ -143,10 +144,9 @@ class ModelSpec(LayerSpec):
 
     def of_parts(self, parts: Sequence[Part]) -> ModelSpec:
         """Return the spec of some parts."""
-        this: Any = self
-        return replace(this, parts=tuple(parts))
+        return replace(self, parts=tuple(parts))  # type: ignore[type-var]
 
-    def compute(self, model: BoundLayer, part: Part, received: Mapping[str, Any], *batch: Any) -> dict[str, Any]:
+    def compute(self, model: BoundLayer, part: Part, received: Mapping[str, Tensor], *batch: Any) -> dict[str, Any]:
         """Return the tensors that a part produces for later parts by name, or the ``loss`` of the last part.
 
         Args:
@@ -157,6 +157,6 @@ class ModelSpec(LayerSpec):
         """
         raise NotImplementedError
 
-    def planned_batch(self, tensor: Callable[..., Any], samples: int, length: int) -> tuple[Any, ...]:
+    def planned_batch(self, tensor: Callable[..., Tensor], samples: int, length: int) -> tuple[Tensor, ...]:
         """Return the batch that ``compute`` takes, of tensors ``tensor(shape, dtype)``."""
         raise NotImplementedError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,10 +12,12 @@ from gpt4d.config import GridSizes
 from gpt4d.model.parts import EdgeTensor, ModelSpec, Part, Unit, received
 from gpt4d.parallel.context import Context, Pass
 from gpt4d.parallel.engine.prefetch import BACKWARD, FORWARD, RECOMPUTATION, LayerWeights
+from gpt4d.parallel.kernels import Tensor
 from gpt4d.parallel.layers.attention import AttentionSpec
 from gpt4d.parallel.layers.conv import Conv2dSpec
 from gpt4d.parallel.layers.experts import ExpertsSpec
 from gpt4d.parallel.layers.linear import LinearSpec
+from gpt4d.parallel.layers.routing import Routing
 from gpt4d.parallel.layers.sharding import NORMAL, TRANSPOSED, Axes
 from gpt4d.parallel.layout import ParameterSpec
 from gpt4d.parallel.symbolic.costs import Computation
@@ -86,11 +88,11 @@ class Probe:
 
     def _compute(self, unit: Unit, length: int, recompute: bool) -> _Facts:
         device = _Counter()
-        spec: Any = self.model([unit.part])
+        spec = self.model([unit.part])
         grid, training = SymbolicGrid(device, GridSizes()), Pass(recompute=recompute)
         context = Context(grid, "float32", training=training, loss_chunks=self.loss_chunks)
         weights = _ProbedWeights(context, spec.all_parameters)
-        model: Any = _ProbedLayer(spec, weights)
+        model = _ProbedLayer(spec, weights)
 
         def tensor(shape: tuple[int, ...], dtype: str) -> SymbolicTensor:
             return SymbolicTensor(device, shape, dtype)
@@ -134,16 +136,10 @@ class _Counter:
         self.flops += computation.flops * (0.8 if recomputes else 1)
 
     def hold(self, nbytes: int) -> None: ...
-
     def release(self, nbytes: int) -> None: ...
-
     def scratch(self, nbytes: float) -> None: ...
-
     def start(self, kind: str, axis: str, nbytes: float, received: float = 0.0) -> None: ...
-
     def wait(self, collective: object) -> None: ...
-
-    def do(self, kind: str, axis: str, nbytes: float) -> None: ...
 
 
 class _ProbedWeights(SymbolicWeights):
@@ -155,7 +151,7 @@ class _ProbedWeights(SymbolicWeights):
         self.hidden_flops = 0  # products with keys outside a window in the forward
         super().__init__(context, parameters)
 
-    def gather(self, shard: Any, phase: str | None = None) -> Any:
+    def gather(self, shard: Tensor, phase: str | None = None) -> Tensor:
         self.uses.append((phase or self.schedule.phase, self._name(shard)))
         return super().gather(shard, phase)
 
@@ -174,11 +170,11 @@ class _ProbedLayer(SymbolicLayer):
         (x,) = inputs
         return self._recorded(spec, x, result)
 
-    def _record_window(self, window: int, q_BShs: Any, *_: Any) -> None:
+    def _record_window(self, window: int, q_BShs: SymbolicTensor, *_: Any) -> None:
         assert isinstance(self.weights, _ProbedWeights)
         self.weights.hidden_flops += 4 * math.prod(q_BShs.shape) * max(0, q_BShs.shape[1] - window)
 
-    def _record_experts(self, spec: ExpertsSpec, x: Any, routing: Any, *_: Any) -> None:
+    def _record_experts(self, spec: ExpertsSpec, x: SymbolicTensor, routing: Routing, *_: Any) -> None:
         """Record both products of the experts of a token. One row of each token is reduced over x."""
         rows, tokens = math.prod(routing.experts.shape), math.prod(x.shape)
         matrix, weights = spec.experts * spec.hidden * spec.inner, self.weights
@@ -188,7 +184,9 @@ class _ProbedLayer(SymbolicLayer):
             Product(TRANSPOSED, rows * spec.inner, tokens, matrix, rows * spec.hidden),
         ]
 
-    async def _recorded(self, spec: LinearSpec | Conv2dSpec, x: Any, result: Any) -> Any:
+    async def _recorded(
+        self, spec: LinearSpec | Conv2dSpec, x: SymbolicTensor, result: Awaitable[SymbolicTensor]
+    ) -> SymbolicTensor:
         out, weights = await result, self.weights
         assert isinstance(weights, _ProbedWeights)
         elements = (tensor.nbytes // 4 for tensor in (x, out, self.weight))

@@ -14,12 +14,13 @@ from gpt4d.model.description import Description
 from gpt4d.model.family import Family, HuggingFaceAdapter
 from gpt4d.model.parts import STREAM, ModelSpec, Part
 from gpt4d.parallel.engine.interleave import Node, join, run_alone, run_graph
+from gpt4d.parallel.kernels import Tensor
 from gpt4d.parallel.layers.embedding import TokenEmbeddingSpec
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec, LayersSpec
 from gpt4d.parallel.layers.linear import LinearSpec, TiedHeadSpec
 from gpt4d.parallel.layers.loss import cross_entropy_sum, head_loss
 from gpt4d.parallel.layers.product import Recomputable
-from gpt4d.parallel.layers.sequence import tokens_of
+from gpt4d.parallel.layers.sequence import Documents, KeyValueCache, tokens_of
 
 
 class TextConfig(ModelConfig):
@@ -175,13 +176,13 @@ class TextModelSpec(ModelSpec):
     def forward(
         self,
         model: BoundLayer,
-        ids_BS: Any,
-        sample_ids_B: Any,
-        documents: Any = None,
+        ids_BS: Tensor,
+        sample_ids_B: Tensor,
+        documents: Documents | None = None,
         part: Part | None = None,
-        received: Mapping[str, Any] | None = None,
-        cache: Any = None,
-    ) -> Any:
+        received: Mapping[str, Tensor] | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
         """Return logits [B, S, V], this rank's part of the padded vocabulary, which x splits.
 
         Args:
@@ -201,14 +202,14 @@ class TextModelSpec(ModelSpec):
         self,
         model: BoundLayer,
         part: Part,
-        received: Mapping[str, Any],
-        ids_BS: Any,
-        targets_BS: Any,
-        sample_ids_B: Any,
-        documents: Any = None,
+        received: Mapping[str, Tensor],
+        ids_BS: Tensor,
+        targets_BS: Tensor | None,
+        sample_ids_B: Tensor,
+        documents: Documents | None = None,
         masked: bool = False,
         with_token_losses: bool = False,
-        cache: Any = None,
+        cache: KeyValueCache | None = None,
     ) -> dict[str, Any]:
         """Return the residual stream [T, H] after a part as ``stream``; from the last part ``loss`` or ``logits``.
 
@@ -249,7 +250,7 @@ class TextModelSpec(ModelSpec):
             del x_TH
         if targets_T is None:
             return {"logits": tokens.restored(logits)}
-        vocabulary, losses = self.config.vocab_size, list[Any]() if with_token_losses else None
+        vocabulary, losses = self.config.vocab_size, list[Tensor]() if with_token_losses else None
         if chunks == 1:
             loss = cross_entropy_sum(
                 logits, targets_T, vocabulary, model.context.grid.x, model.context.z_loss, masked, losses
@@ -262,5 +263,5 @@ class TextModelSpec(ModelSpec):
             loss = head_loss(normal_TH, weight, targets_T, vocabulary, head, current, chunks, masked, losses)
         return {"loss": loss, **({"token_losses": tokens.restored(join(*losses))} if losses else {})}
 
-    def planned_batch(self, tensor: Callable[..., Any], samples: int, length: int) -> tuple[Any, ...]:
+    def planned_batch(self, tensor: Callable[..., Tensor], samples: int, length: int) -> tuple[Tensor, ...]:
         return (*(tensor((samples, length), "int64") for _ in range(2)), tensor((samples,), "int64"))

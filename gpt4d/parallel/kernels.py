@@ -5,16 +5,43 @@ A kernel has two definitions: the shapes of its results, from which the planner 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import update_wrapper
 from inspect import signature
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, Self
 
 from gpt4d.parallel import compile
 from gpt4d.parallel.lazy import torch
 
 BLOCK_ELEMENTS = 1 << 22  # 16 MiB of float32, for a CPU
 GPU_BLOCK_ELEMENTS = 1 << 28  # few blocks, because the host starts several kernels for each
+
+
+class Tensor(Protocol):
+    """A tensor of torch, or a symbolic tensor: the members that functions and layers use on both."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> object: ...
+    @property
+    def itemsize(self) -> int: ...
+    @property
+    def is_cpu(self) -> bool: ...
+    @property
+    def grad_fn(self) -> object: ...
+    def __add__(self, other: Self, /) -> Tensor: ...
+    def chunk(self, count: int, dim: int = 0, /) -> tuple[Tensor, ...]: ...
+    def contiguous(self) -> Tensor: ...
+    def detach(self) -> Tensor: ...
+    def flatten(self, first: int = 0, last: int = -1, /) -> Tensor: ...
+    def squeeze(self, dim: int, /) -> Tensor: ...
+    def transpose(self, one: int, other: int, /) -> Tensor: ...
+    def unbind(self, dim: int = 0, /) -> tuple[Tensor, ...]: ...
+    def unflatten(self, dim: int, sizes: Sequence[int], /) -> Tensor: ...
+    def unsqueeze(self, dim: int, /) -> Tensor: ...
+    def view(self, shape: tuple[int, ...], /) -> Tensor: ...
+    def view_as(self, other: Self, /) -> Tensor: ...
 
 
 class Symbolic:
@@ -24,17 +51,11 @@ class Symbolic:
     device: Any
     dtype: str
     shape: tuple[int, ...]
-
-    def run_kernel(self, kernel: Kernel, args: tuple) -> Any:
-        """Return the results of a kernel whose first argument is this tensor."""
-        raise NotImplementedError
-
-    def run_function(self, function: Any, args: tuple) -> Any:
-        """Return the results of a ``Function`` whose first argument is this tensor."""
-        raise NotImplementedError
+    run_kernel: Callable[[Kernel, tuple], Any]  # returns the results of a kernel whose first argument is this tensor
+    run_function: Callable[[type[Function], tuple], Any]  # returns the results of a function
 
 
-def wide_dtype(tensor: Any) -> str:
+def wide_dtype(tensor: Symbolic) -> str:
     """Return the dtype of a symbolic tensor's statistics: float32, or float64 for a float64 tensor."""
     return "float64" if tensor.dtype == "float64" else "float32"
 
@@ -44,7 +65,7 @@ def block_rows(columns: int) -> int:
     return max(1, BLOCK_ELEMENTS // max(1, columns))
 
 
-def num_blocks(matrix: Any, compiled: bool) -> int:
+def num_blocks(matrix: Tensor, compiled: bool) -> int:
     """Return the number of equal blocks of rows in which an elementwise kernel converts a matrix to float32.
 
     Blocks limit the memory of the converted values, which a ``compiled`` kernel on a GPU does not store.
@@ -80,8 +101,8 @@ class Kernel:
 
     def __init__(
         self,
-        in_torch: Callable[..., Any],
-        shapes: Callable[..., Any],
+        in_torch: Callable,
+        shapes: Callable,
         fused: bool = False,
         blocks: Callable[..., int] | None = None,
         flops: Callable[..., float] | None = None,
@@ -113,12 +134,12 @@ class PlannedKernel(Kernel):
     """A kernel that torch runs inside a ``TorchFunction``: costs and shapes of results, without torch code."""
 
 
-def kernel(shapes: Callable[..., Any], **options: Any) -> Callable[[Callable[..., Any]], Kernel]:
+def kernel(shapes: Callable, **options: Any) -> Callable[[Callable], Kernel]:
     """Decorate the torch code of a kernel with the shapes of its results. Options as for ``Kernel``."""
     return lambda in_torch: Kernel(in_torch, shapes, **options)
 
 
-def planned_kernel(shapes: Callable[..., Any] | None = None, **options: Any) -> Any:
+def planned_kernel(shapes: Callable | None = None, **options: Any) -> Any:
     """Declare a planned kernel by the shapes of its results. Options as for ``Kernel``."""
     return PlannedKernel(shapes, shapes) if shapes else lambda function: PlannedKernel(function, function, **options)
 
@@ -136,8 +157,8 @@ class Function:
     derivatives raise an error.
     """
 
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
+    forward: Callable
+    backward: Callable
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
@@ -170,7 +191,7 @@ class TorchFunction(Function):
     of planned kernels. They have the same results and saved tensors as ``in_torch``.
     """
 
-    in_torch: Callable[..., Any]
+    in_torch: Callable
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
@@ -179,10 +200,10 @@ class TorchFunction(Function):
         return cls.in_torch(*args)
 
 
-_in_torch: dict[type[Function], Callable[..., Any]] = {}  # ``apply`` in torch of each function that has been called
+_in_torch: dict[type[Function], Callable] = {}  # ``apply`` in torch of each function that has been called
 
 
-def _load(function: type[Function]) -> Callable[..., Any]:
+def _load(function: type[Function]) -> Callable:
     """Define a function as a torch.autograd.Function, and return its ``apply``."""
     once, differentiable = function.backward, torch.autograd.function.once_differentiable(function.backward)
 

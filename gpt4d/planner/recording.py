@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -177,16 +177,13 @@ class _RecordingDevice(ComputingDevice):
         ):
             self.products[self.segments[-1].place].append(seconds)
 
-    def start(self, kind: str, axis: str, nbytes: float, received: float = 0.0) -> Any:
+    def start(self, kind: str, axis: str, nbytes: float, received: float = 0.0) -> tuple[str, int, int]:
         key = self._new_key()
         self._add(Start(self._seen(key), kind, axis, nbytes, received))
         return key
 
     def wait(self, collective: Any) -> None:
         self._add(Wait(self._seen(collective)))
-
-    def do(self, kind: str, axis: str, nbytes: float) -> None:
-        self.wait(self.start(kind, axis, nbytes))
 
     # ------------------------------------------------------------------------------ weights and gradients
 
@@ -218,7 +215,7 @@ class _RecordingDevice(ComputingDevice):
     def drop(self, key: tuple) -> None:
         self._add(Drop(self._seen(key)))
 
-    def scatter(self, name: str, compute: Callable[[Any], Any]) -> None:
+    def scatter(self, name: str, compute: ComputeGradient) -> None:
         """Record the computation of a gradient twice: alone, and with accumulation into an earlier gradient.
 
         Without accumulation, the player keeps the result. With accumulation, the layers release a result that they have
@@ -235,7 +232,7 @@ class _RecordingDevice(ComputingDevice):
         self.kept.append(result)
         events.append(Scatter(self._parameter(name), first, further, result.shape, result.dtype))
 
-    def _computed(self, compute: Callable[[Any], Any], earlier: Any) -> tuple[list[Event], Any, int]:
+    def _computed(self, compute: ComputeGradient, earlier: Any) -> tuple[list[Event], SymbolicTensor, int]:
         """Return the events of a computation, its result, and its change of the memory in use in bytes."""
         segment = self.segments[-1]
         inner: list[Event] = []

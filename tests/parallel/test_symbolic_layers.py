@@ -8,18 +8,22 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
+from typing_extensions import get_protocol_members
 
 from gpt4d.config import GridSizes
+from gpt4d.parallel.comm.collectives import Axis
+from gpt4d.parallel.comm.pending import MeshAxis
 from gpt4d.parallel.context import Context
 from gpt4d.parallel.engine.interleave import join, run_alone
 from gpt4d.parallel.grid import Grid
+from gpt4d.parallel.kernels import Tensor
 from gpt4d.parallel.layers import activations, attention, conv, heads, loss
 from gpt4d.parallel.layers.attention import AttentionSpec, FusedAttentionSpec
 from gpt4d.parallel.layers.linear import LinearSpec, concatenate, separate
 from gpt4d.parallel.layers.module import Layer
 from gpt4d.parallel.layers.sequence import TokenIndex
 from gpt4d.parallel.sharded_weights import ShardedWeights
-from gpt4d.parallel.symbolic.stage import SymbolicGrid, SymbolicLayer, SymbolicWeights
+from gpt4d.parallel.symbolic.stage import SymbolicAxis, SymbolicGrid, SymbolicLayer, SymbolicWeights
 from gpt4d.parallel.symbolic.tensor import SymbolicTensor, backward, leaf
 from tests.parallel.counting_device import CountedOperations, CountingDevice
 
@@ -135,6 +139,16 @@ def test_a_function_reads_and_writes_as_many_bytes_as_torch(name):
         results = out if isinstance(out, tuple) else (out,)
         torch.autograd.grad(results, inputs, [torch.empty_like(result) for result in results])
     assert device.moved == pytest.approx(counted.moved)
+
+
+def test_torch_and_symbolic_tensors_and_axes_have_every_member_that_layers_use_on_both():
+    device = CountingDevice()
+    tensors = torch.empty(1), SymbolicTensor(device, (1,), "float32")
+    axes = Axis("x"), SymbolicAxis(device, "x", 1)
+    for protocol, values in ((Tensor, tensors), (MeshAxis, axes)):
+        members = get_protocol_members(protocol)
+        assert members >= ({"shape", "detach", "__add__"} if protocol is Tensor else {"index", "start_all_gather"})
+        assert not [(value, name) for value in values for name in members if not hasattr(value, name)]
 
 
 def test_a_separation_of_one_piece_each_shares_the_memory():

@@ -45,7 +45,7 @@ class UNetConfig(ModelConfig):
     unstructured = ModelConfig.unstructured | {"dropout", "clip_range", "timestep_spacing", "base_channels"}
 
 
-class Tensor(NamedTuple):
+class Activation(NamedTuple):
     """An activation [samples, size, size, channels] that a unit passes on, and the axis that splits its channels."""
 
     name: str
@@ -68,9 +68,9 @@ class UNetBlock(NamedTuple):
 
     name: str
     kind: Literal["residual", "down", "up"]
-    stream: Tensor
-    skip: Tensor | None
-    output: Tensor
+    stream: Activation
+    skip: Activation | None
+    output: Activation
     attention: bool
 
     @property
@@ -105,13 +105,13 @@ def embedding_size(config: UNetConfig) -> int:
     return 4 * config.channels
 
 
-def first_tensor(config: UNetConfig) -> Tensor:
+def first_tensor(config: UNetConfig) -> Activation:
     """Return the output of the first convolution."""
     return _tensor(config, INPUT, config.channels, 0)
 
 
-def _tensor(config: UNetConfig, name: str, channels: int, level: int) -> Tensor:
-    return Tensor(name, channels, config.image_size >> level, "yx"[level % 2])
+def _tensor(config: UNetConfig, name: str, channels: int, level: int) -> Activation:
+    return Activation(name, channels, config.image_size >> level, "yx"[level % 2])
 
 
 def blocks(config: UNetConfig) -> list[UNetBlock]:
@@ -119,7 +119,7 @@ def blocks(config: UNetConfig) -> list[UNetBlock]:
     widths = [config.channels * multiplier for multiplier in config.multipliers]
     last, skips, found = len(widths) - 1, [first_tensor(config)], list[UNetBlock]()
 
-    def add(kind, level: int, attention: bool = False, skip: Tensor | None = None, channels: int = 0) -> Tensor:
+    def add(kind, level: int, attention: bool = False, skip: Activation | None = None, channels: int = 0) -> Activation:
         name, stream = f"blocks.{len(found)}", found[-1].output if found else skips[0]
         output = _tensor(config, name, channels or widths[level], level)
         found.append(UNetBlock(name, kind, stream, skip, output, attention))

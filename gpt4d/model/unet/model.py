@@ -16,7 +16,7 @@ from gpt4d.model.parts import EdgeTensor, ModelSpec, Part, Tensors, units_of
 from gpt4d.model.unet.config import (
     EMBEDDING,
     INPUT,
-    Tensor,
+    Activation,
     UNetBlock,
     UNetConfig,
     blocks,
@@ -25,6 +25,7 @@ from gpt4d.model.unet.config import (
     other_axis,
 )
 from gpt4d.parallel.engine.interleave import Node, run_alone, run_graph
+from gpt4d.parallel.kernels import Tensor
 from gpt4d.parallel.layers.activations import DropoutSpec
 from gpt4d.parallel.layers.attention import FusedAttentionSpec
 from gpt4d.parallel.layers.conv import Conv2dSpec
@@ -44,7 +45,7 @@ class PixelAttentionSpec(LayerSpec):
     """Attention of each pixel to all pixels of its image, added to the residual stream."""
 
     config: UNetConfig
-    stream: Tensor
+    stream: Activation
 
     def layers(self) -> dict[str, LayerSpec]:
         c, heads = self.stream.channels, self.stream.channels // self.config.head_size
@@ -56,7 +57,7 @@ class PixelAttentionSpec(LayerSpec):
             "output": LinearSpec(c, c, transposed=True, axes=Axes(inner, outer), std=0.0, heads=heads),
         }
 
-    async def forward(self, layer: BoundLayer, x_BSSC: Any, pixels: TokenIndex) -> Any:
+    async def forward(self, layer: BoundLayer, x_BSSC: Tensor, pixels: TokenIndex) -> Tensor:
         normal_TC = mapped(layer.norm(x_BSSC), lambda normal_BSSC: normal_BSSC.flatten(0, 2))
         attended_TC = await layer.output(await layer.core(await layer.qkv(normal_TC), pixels))
         return x_BSSC + attended_TC.view_as(x_BSSC)
@@ -87,7 +88,7 @@ class ResidualBlockSpec(LayerSpec):
             layers["attention"] = PixelAttentionSpec(config, output)
         return layers
 
-    async def forward(self, layer: BoundLayer, x_BSSC: Any, *rest: Any) -> Any:
+    async def forward(self, layer: BoundLayer, x_BSSC: Tensor, *rest: Any) -> Tensor:
         """Return the stream after the block. ``rest``: the skip, if the block has one, the embedding, the samples."""
         *skip, embedding_BE, samples = rest
         block = self.block
@@ -104,7 +105,7 @@ class ResidualBlockSpec(LayerSpec):
         return await layer.attention(x_BSSC, pixels) if block.attention else x_BSSC
 
 
-def _dropped(dropout: Any, pixels: TokenIndex, h_BSSC: Any) -> Any:
+def _dropped(dropout: Any, pixels: TokenIndex, h_BSSC: Tensor) -> Tensor:
     return dropout.spec.drop(dropout, h_BSSC.flatten(0, 2), pixels).view_as(h_BSSC)
 
 
@@ -119,7 +120,7 @@ class LevelChangeSpec(LayerSpec):
         channels, axes = (block.stream.channels, block.output.channels), Axes(block.outer, block.inner)
         return {"conv": Conv2dSpec(*channels, 3, axes, stride=stride, padding=1, upsampling=upsampling)}
 
-    async def forward(self, layer: BoundLayer, x_BSSC: Any, samples: TokenIndex) -> Any:
+    async def forward(self, layer: BoundLayer, x_BSSC: Tensor, samples: TokenIndex) -> Tensor:
         return await layer.conv(x_BSSC)
 
 
@@ -162,7 +163,7 @@ class UNetSpec(ModelSpec):
         block = self.blocks[index]
         return ResidualBlockSpec(self.config, block) if block.kind == "residual" else LevelChangeSpec(block)
 
-    def forward(self, model: BoundLayer, x_BSSC: Any, timesteps_B: Any, sample_ids_B: Any) -> Any:
+    def forward(self, model: BoundLayer, x_BSSC: Tensor, timesteps_B: Tensor, sample_ids_B: Tensor) -> Tensor:
         """Return the prediction [B, S, S, image channels] of a full model for noised images ``x_BSSC``.
 
         Args:
@@ -178,11 +179,11 @@ class UNetSpec(ModelSpec):
         self,
         model: BoundLayer,
         part: Part,
-        received: Mapping[str, Any],
-        x_BSSC: Any,
-        timesteps_B: Any,
-        sample_ids_B: Any,
-        targets_BSSC: Any = None,
+        received: Mapping[str, Tensor],
+        x_BSSC: Tensor,
+        timesteps_B: Tensor,
+        sample_ids_B: Tensor,
+        targets_BSSC: Tensor | None = None,
     ) -> dict[str, Any]:
         """Return the tensors that a part produces for later parts; from the last part ``loss`` or ``prediction``.
 
@@ -214,15 +215,11 @@ class UNetSpec(ModelSpec):
             return {"prediction": prediction}
         return {"loss": squared_error(prediction, targets_BSSC)}
 
-    def planned_batch(self, tensor: Callable[..., Any], samples: int, length: int) -> tuple[Any, ...]:
+    def planned_batch(self, tensor: Callable[..., Tensor], samples: int, length: int) -> tuple[Tensor, ...]:
         size, channels = self.config.image_size, self.config.image_channels
         images = (samples, size, size, channels)
-        return (
-            tensor(images, "float32"),
-            tensor((samples,), "int64"),
-            tensor((samples,), "int64"),
-            tensor(images, "float32"),
-        )
+        numbers = (tensor((samples,), "int64") for _ in range(2))  # timesteps and samples
+        return (tensor(images, "float32"), *numbers, tensor(images, "float32"))
 
     def _graph(self, model: BoundLayer, part: Part) -> tuple[list[Node], list[str]]:
         """Return the blocks of a part, and the names of its tensors that later units use.
@@ -274,7 +271,7 @@ def describe(config: UNetConfig) -> Description:
     )
 
 
-def _edge(tensor: Tensor) -> EdgeTensor:
+def _edge(tensor: Activation) -> EdgeTensor:
     def shape(samples: int, length: int) -> tuple[int, ...]:
         return samples, tensor.size, tensor.size, tensor.channels
 

@@ -1,8 +1,8 @@
-"""A collective in flight, the operations of an all-reduce, and the pieces of long messages. No torch here."""
+"""Collectives of an axis and in flight, operations of an all-reduce, and pieces of long messages. No torch here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 SUM, MAX = "sum", "max"  # operations of an all-reduce
@@ -58,3 +58,25 @@ def num_pieces(nbytes: float, yielding: bool = False) -> int:
     """
     piece, maximum = (YIELDING_PIECE_BYTES, _MAX_YIELDING_PIECES) if yielding else (PIECE_BYTES, _MAX_PIECES)
     return int(min(max(1, nbytes // piece), maximum))
+
+
+class MeshAxis(Protocol):
+    """An axis of torch or a symbolic axis. Tensors are ``Any``, because an axis takes tensors of its own kind only."""
+
+    size: int
+    index: int
+
+    def start_all_reduce(self, tensor: Any, op: str = SUM, parameter: Any = None) -> Pending: ...
+    def start_all_gather(self, shard: Any, parameter: Any = None) -> Pending: ...
+    def start_reduce_scatter(self, full: Any, parameter: Any = None) -> Pending: ...
+    def start_shift(self, tensor: Any, parameter: Any = None) -> Pending: ...
+    def start_all_to_all(self, sent: Any, sent_rows: Sequence[int], received_rows: Sequence[int]) -> Pending: ...
+
+    def all_reduce(self, tensor: Any, op: str = SUM, parameter: Any = None) -> Any:
+        return self.start_all_reduce(tensor, op, parameter).wait()
+
+    def all_gather(self, shard: Any, parameter: Any = None) -> Any:
+        return self.start_all_gather(shard, parameter).wait()
+
+    def reduce_scatter(self, full: Any, parameter: Any = None) -> Any:
+        return self.start_reduce_scatter(full, parameter).wait()

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from gpt4d.parallel import random
-from gpt4d.parallel.kernels import Function, KernelFunction, TorchFunction, elementwise, kernel
+from gpt4d.parallel.kernels import Function, KernelFunction, Tensor, TorchFunction, elementwise, kernel
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
+from gpt4d.parallel.layers.sequence import TokenIndex
 from gpt4d.parallel.lazy import F, torch
 
 _ROWS = 128  # rows per partial sum: with them, torch.compile needs no second pass over the gradients
@@ -120,12 +120,12 @@ class SiluFunction(TorchFunction):
         return elementwise(d_out, *ctx.saved_tensors)
 
 
-def silu(x: Any) -> Any:
+def silu(x: Tensor) -> Tensor:
     """Return ``x · sigmoid(x)``, saving ``x`` only."""
     return SiluFunction.apply(x)
 
 
-def gelu_of_biased(x: Any, bias: Any) -> Any:
+def gelu_of_biased(x: Tensor, bias: Tensor) -> Tensor:
     """Return ``gelu(x)``, and compute the gradient of ``bias``, which a linear layer has added to ``x``."""
     return GeluFunction.apply(x, bias)
 
@@ -169,10 +169,10 @@ class DropoutSpec(LayerSpec):
     def prepare(self, layer: BoundLayer) -> None:
         layer.key = 0
 
-    def forward(self, layer: BoundLayer, x: Any, tokens: Any) -> Any:
+    def forward(self, layer: BoundLayer, x: Tensor, tokens: TokenIndex) -> Tensor:
         return self.drop(layer, x, tokens) if layer.current_pass.records else x
 
-    def drop(self, layer: BoundLayer, x: Any, tokens: Any) -> Any:
+    def drop(self, layer: BoundLayer, x: Tensor, tokens: TokenIndex) -> Tensor:
         """Drop elements of ``x`` in any pass: the recomputation of a product's input belongs to none."""
         if self.p == 0:
             return x

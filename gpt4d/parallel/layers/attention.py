@@ -13,7 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from gpt4d.parallel import random
-from gpt4d.parallel.kernels import TorchFunction, elementwise, kernel, planned_kernel, wide_dtype
+from gpt4d.parallel.kernels import Tensor, TorchFunction, elementwise, kernel, planned_kernel, wide_dtype
 from gpt4d.parallel.layers.activations import DropoutFunction
 from gpt4d.parallel.layers.attention_backends import attention_of_documents, takes_documents, with_heads
 from gpt4d.parallel.layers.context_attention import (
@@ -24,6 +24,7 @@ from gpt4d.parallel.layers.context_attention import (
     segments_mask,
 )
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
+from gpt4d.parallel.layers.sequence import TokenIndex
 from gpt4d.parallel.layers.sharding import local_heads
 from gpt4d.parallel.lazy import F, torch
 
@@ -58,7 +59,7 @@ def window_mask(q, documents, cache, window: int):
 # ------------------------------------------------------------------------------------------- keys and values
 
 
-def groups_heads(q, mask) -> bool:
+def groups_heads(q: Tensor, mask: Tensor | None) -> bool:
     """Return whether torch's kernel for queries ``q`` takes fewer heads of keys and values than of queries.
 
     FlashAttention and cuDNN do, but they require a GPU and bfloat16. Torch's other kernels, which support masks and
@@ -99,7 +100,7 @@ class RepeatedHeadsFunction(TorchFunction):
 # -------------------------------------------------------------------------------------------- without dropout
 
 
-def _attention_flops(q, k, *_: Any) -> int:
+def _attention_flops(q, k, *_) -> int:
     """Return the FLOPs of the two products of attention to all keys."""
     return 4 * math.prod(q.shape) * k.shape[1]
 
@@ -116,7 +117,7 @@ def fused_attention(q, k, v, mask, causal: bool):
     return q.like(), q.like((batch, heads, length), wide_dtype(q))
 
 
-def _expanded_bytes(d_out, q, k, *_: Any) -> int:
+def _expanded_bytes(d_out, q, k, *_) -> int:
     """Return the bytes of the gradients of repeated keys and values, which torch's kernel computes and adds up."""
     return 0 if k.shape[2] == q.shape[2] else 2 * k.nbytes * q.shape[2] // k.shape[2]
 
@@ -309,7 +310,7 @@ class AttentionSpec(LayerSpec):
         layer.first_head, layer.heads = local_heads(self.heads, axes)
         layer.key = 0
 
-    async def forward(self, layer: BoundLayer, q: Any, k: Any, v: Any, tokens: Any) -> Any:
+    async def forward(self, layer: BoundLayer, q: Tensor, k: Tensor, v: Tensor, tokens: TokenIndex) -> Tensor:
         """Return the output [T, h·s].
 
         Args:
@@ -352,11 +353,11 @@ class AttentionSpec(LayerSpec):
         return MixedValuesFunction.apply(DropoutFunction.apply(weights, rows, 0, self.dropout), v)
 
     @cached_property
-    def _masks(self) -> WeakKeyDictionary[Any, Any]:
+    def _masks(self) -> WeakKeyDictionary[TokenIndex, Any]:
         """The masks of each microbatch's tokens, which all layers of this spec share."""
         return WeakKeyDictionary()
 
-    def _of_tokens(self, tokens: Any, compute: Callable[[], Any]) -> Any:
+    def _of_tokens(self, tokens: TokenIndex, compute: Callable[[], Any]) -> Any:
         if tokens not in self._masks:
             self._masks[tokens] = compute()
         return self._masks[tokens]
@@ -366,7 +367,7 @@ class AttentionSpec(LayerSpec):
 class FusedAttentionSpec(AttentionSpec):
     """Attention on queries, keys and values in one tensor [T, 3, h·s], the output of a fused product."""
 
-    async def forward(self, layer: BoundLayer, qkv: Any, tokens: Any) -> Any:  # type: ignore[override]
+    async def forward(self, layer: BoundLayer, qkv: Tensor, tokens: TokenIndex) -> Tensor:  # type: ignore[override]
         rows, fused, columns = qkv.shape
         heads = rows // tokens.length, tokens.length, fused, layer.heads, columns // layer.heads
         q, k, v = qkv.view(heads).unbind(2)

@@ -23,8 +23,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from gpt4d.parallel.comm.pending import MeshAxis, Pending
 from gpt4d.parallel.engine.interleave import YieldPoint
-from gpt4d.parallel.kernels import Function, kernel, wide_dtype
+from gpt4d.parallel.kernels import Function, Tensor, kernel, wide_dtype
 from gpt4d.parallel.layers.attention_backends import takes_documents, with_heads
 from gpt4d.parallel.layers.exchange import SentFunction, exchanged
 from gpt4d.parallel.layers.heads import StackedFunction
@@ -49,7 +50,7 @@ class KeyBlock(NamedTuple):
 # Blocks of the queries with the keys of one step, and their masks or None. The first block of a query has a key for it.
 Step = list[tuple[KeyBlock, Any]]
 # A block and the gradients of its keys and of its values.
-BlockGradients = tuple[KeyBlock, Any, Any]
+BlockGradients = tuple[KeyBlock, Tensor, Tensor]
 
 
 @kernel(lambda gathered, ranks: gathered.like((2, gathered.shape[1], ranks * gathered.shape[2], *gathered.shape[3:])))
@@ -339,28 +340,28 @@ class SharedKeys(ABC):
         gradient: collective in flight that adds the gradients from all ranks' queries.
     """
 
-    def __init__(self, axis: Any):
+    def __init__(self, axis: MeshAxis):
         self.axis = axis
         self.own: list[BlockGradients] = []
         self.gradient: Any = None
 
     @abstractmethod
-    def steps(self, q: Any) -> list[Step]:
+    def steps(self, q: Tensor) -> list[Step]:
         """Return the blocks of all steps for causal attention. ``q``: queries [B, 2·L, h, s]."""
 
     @abstractmethod
-    def masked_steps(self, q: Any, documents: Any, window: int | None) -> list[Step]:
+    def masked_steps(self, q: Tensor, documents: Documents | None, window: int | None) -> list[Step]:
         """Return the blocks of all steps with their masks. ``documents`` and ``window`` as for ``segment_mask``."""
 
     @abstractmethod
-    def start(self, sent: Any) -> Any:
+    def start(self, sent: Tensor) -> Pending:
         """Start to receive the keys and values of the step after the step with the keys ``sent``."""
 
     @abstractmethod
-    def add_gradients(self, keys: Any, found: list[BlockGradients]) -> None:
+    def add_gradients(self, keys: Tensor, found: list[BlockGradients]) -> None:
         """Add the gradients of keys and values that a step has received, and start to send the sums."""
 
-    def take_gradient(self) -> Any:
+    def take_gradient(self) -> Tensor:
         """Wait for the gradient of this rank's keys and values, [2, B, 2·L, g, s]."""
         (pending, own), self.gradient, self.own = (self.gradient, self.own), None, []
         return add_blocks_(pending.wait(), own)
@@ -371,7 +372,7 @@ class SharedKeys(ABC):
         return segments_of(self.axis.size, self.axis.index)
 
 
-def add_blocks_(total: Any, found: list[BlockGradients]) -> Any:
+def add_blocks_(total: Tensor, found: list[BlockGradients]) -> Tensor:
     """Add gradients of keys and values of some blocks to ``total`` [2, B, n, g, s] in place."""
     for block, *gradients in found:
         for part, gradient in zip(total.unbind(), gradients, strict=True):
@@ -382,13 +383,13 @@ def add_blocks_(total: Any, found: list[BlockGradients]) -> Any:
 class GatheredKeys(SharedKeys):
     """One step receives the all-gathered keys and values [2, B, S, g, s]; their gradients are reduce-scattered."""
 
-    def steps(self, q: Any) -> list[Step]:
+    def steps(self, q: Tensor) -> list[Step]:
         length, (early, late) = q.shape[1] // 2, self.segments
         before = KeyBlock(0, 2 * length, 0, early * length)
         between = KeyBlock(length, 2 * length, (early + 1) * length, late * length)
         return [[(own_block(q), None)], [(b, None) for b in (before, between) if b.first_key < b.stop_key]]
 
-    def masked_steps(self, q: Any, documents: Any, window: int | None) -> list[Step]:
+    def masked_steps(self, q: Tensor, documents: Documents | None, window: int | None) -> list[Step]:
         length, blocks = q.shape[1] // 2, []
         for place, segment in enumerate(self.segments):
             first, stop_key = segment * length, (segment + 1) * length
@@ -397,13 +398,13 @@ class GatheredKeys(SharedKeys):
             blocks.append((KeyBlock(place * length, (place + 1) * length, first_key, stop_key), mask))
         return [[], blocks]
 
-    def start(self, sent: Any) -> Any:
+    def start(self, sent: Tensor) -> Pending:
         return self.axis.start_all_gather(sent).then(lambda gathered: in_sequence_order(gathered, self.axis.size))
 
-    def add_gradients(self, keys: Any, found: list[BlockGradients]) -> None:
+    def add_gradients(self, keys: Tensor, found: list[BlockGradients]) -> None:
         self.start_gradient(add_blocks_(no_gradient(keys), found))
 
-    def start_gradient(self, d_received: Any) -> None:
+    def start_gradient(self, d_received: Tensor) -> None:
         """Start to reduce-scatter the gradients [2, B, S, g, s]."""
         self.gradient = self.axis.start_reduce_scatter(in_rank_order(d_received, self.axis.size))
 
@@ -414,13 +415,13 @@ class RingKeys(SharedKeys):
     The gradients follow them around the ring. So a rank has keys and values of two other ranks at most.
     """
 
-    def steps(self, q: Any) -> list[Step]:
+    def steps(self, q: Tensor) -> list[Step]:
         length = q.shape[1] // 2
         earlier, later = KeyBlock(0, 2 * length, 0, length), KeyBlock(length, 2 * length, 0, 2 * length)
         ranks = [self._rank(step) for step in range(1, self.axis.size)]
         return [[(own_block(q), None)], *[[(earlier if rank < self.axis.index else later, None)] for rank in ranks]]
 
-    def masked_steps(self, q: Any, documents: Any, window: int | None) -> list[Step]:
+    def masked_steps(self, q: Tensor, documents: Documents | None, window: int | None) -> list[Step]:
         length = q.shape[1] // 2
 
         def blocks(rank: int) -> Iterator[tuple[KeyBlock, Any]]:
@@ -432,14 +433,14 @@ class RingKeys(SharedKeys):
                     if other <= segment and stop_key > reach:
                         ranges = (at * length for at in (place, place + 1, key_place, key_place + 1))
                         mask = segment_mask(q, documents, segment * length, other * length, stop_key, window)
-                        yield KeyBlock(*ranges), mask
+                        yield KeyBlock(*ranges), mask  # type: ignore[arg-type]
 
         return [[*blocks(self._rank(step))] for step in range(self.axis.size)]
 
-    def start(self, sent: Any) -> Any:
+    def start(self, sent: Tensor) -> Pending:
         return self.axis.start_shift(sent)
 
-    def add_gradients(self, keys: Any, found: list[BlockGradients]) -> None:
+    def add_gradients(self, keys: Tensor, found: list[BlockGradients]) -> None:
         earlier = no_gradient(keys) if self.gradient is None else self.gradient.wait()
         self.gradient = self.axis.start_shift(add_blocks_(earlier, found))
 
@@ -448,12 +449,12 @@ class RingKeys(SharedKeys):
         return (self.axis.index - step) % self.axis.size
 
 
-def own_block(q: Any) -> KeyBlock:
+def own_block(q: Tensor) -> KeyBlock:
     """Return the block of all queries with the keys of the same tokens."""
     return KeyBlock(0, q.shape[1], 0, q.shape[1], causal=True)
 
 
-async def gathered_keys(k: Any, v: Any, axis: Any) -> tuple[Any, Any]:
+async def gathered_keys(k: Tensor, v: Tensor, axis: MeshAxis) -> tuple[Tensor, ...]:
     """Return the keys and values [B, S, g, s] of complete sequences. The backward reduce-scatters their gradients."""
     (gathered,) = await exchanged((StackedFunction.apply(k, v), GatheredKeys(axis)))
     return gathered.unbind()
@@ -463,7 +464,7 @@ class ShardFunction(SentFunction):
     """This rank's keys and values, with which the attention also computes."""
 
     @staticmethod
-    def forward(ctx, sent, exchange: Any):
+    def forward(ctx, sent, exchange):
         ctx.exchange = exchange
         return sent.view_as(sent)
 
@@ -504,9 +505,9 @@ class SharedAttention:
     calls: list[SharedAttention] | None = None
     results: Any = None  # tensors that the backward uses: output, statistics, and received keys and values
     keys: Any = None  # this rank's keys and values, until the backward
-    received: Any = None  # keys and values of the backward's first step, in flight
+    received: Pending | None = None  # keys and values of the backward's first step, in flight
 
-    async def forward(self, q: Any, k: Any, v: Any) -> Any:
+    async def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the output [B, 2·L, h, s]."""
         shard = ShardFunction.apply(StackedFunction.apply(k, v), self)
         queries, keys, results = q.detach(), shard.detach(), None
@@ -526,11 +527,11 @@ class SharedAttention:
         self.results = cast(out, queries), statistics, *again
         return SharedAttentionFunction.apply(q, shard, self)
 
-    def gradients(self, d_out: Any, q: Any, shard: Any, out: Any, statistics: Any, *received: Any) -> tuple[Any, Any]:
+    def gradients(self, d_out: Tensor, q: Tensor, shard: Tensor, out: Tensor, statistics: Tensor, *received: Tensor):
         """Return the gradients of queries and, as a placeholder, of keys and values, which ``shared`` sends."""
         d_queries, pending = None, None if received else self._take_keys()
 
-        def gradients_of(step: Step, keys: Any) -> list[BlockGradients]:
+        def gradients_of(step: Step, keys: Tensor) -> list[BlockGradients]:
             nonlocal d_queries
             found = []
             for block, mask in step:
@@ -556,7 +557,7 @@ class SharedAttention:
             self.shared.own = gradients_of(own, shard)
         return d_queries, placeholder(shard, shard.shape)
 
-    def take_gradient(self) -> Any:
+    def take_gradient(self) -> Tensor:
         """Wait for the gradient of this rank's keys and values. Then start the backward of the call before."""
         gradient = self.shared.take_gradient()
         if self.calls:
@@ -564,7 +565,7 @@ class SharedAttention:
             before.received = before.shared.start(before.keys)
         return gradient
 
-    def _take_keys(self) -> Any:
+    def _take_keys(self) -> Pending | None:
         """Return the keys and values of the backward's first step if they are in flight."""
         if self.calls is not None:
             last = self.calls.pop()
@@ -572,7 +573,7 @@ class SharedAttention:
         pending, self.received, self.keys = self.received, None, None
         return pending
 
-    def _add(self, results: Any, q: Any, keys: Any, block: KeyBlock, mask: Any) -> Any:
+    def _add(self, results: Any, q: Tensor, keys: Tensor, block: KeyBlock, mask: Any) -> tuple[Tensor, Tensor]:
         """Return the results of a block, combined with earlier results in the dtype of the statistics."""
         out, statistics = block_attention(q, *keys.unbind(), mask, block, self.scale)
         if results is None and block.stop - block.first == q.shape[1]:

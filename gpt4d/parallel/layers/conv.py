@@ -6,14 +6,14 @@ Activations are channels-last, [samples, height, width, channels]. Samples are s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from gpt4d.parallel.kernels import kernel
+from gpt4d.parallel.kernels import Tensor, kernel
 from gpt4d.parallel.layers import sharding
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
-from gpt4d.parallel.layers.product import FEATURES, ProductContext, add_gradient_, multiply
+from gpt4d.parallel.layers.product import FEATURES, Input, ProductContext, add_gradient_, multiply
 from gpt4d.parallel.layers.sharding import Axes
 from gpt4d.parallel.layout import Layout, Matrices, ParameterSpec
 from gpt4d.parallel.lazy import F, torch
@@ -64,11 +64,11 @@ def _forward_flops(x, weight, bias, settings: Convolution) -> int:
     return 2 * x.shape[0] * math.prod(size) * math.prod(weight.shape)
 
 
-def _input_gradient_flops(d_out, weight, *_: Any) -> int:
+def _input_gradient_flops(d_out, weight, *_) -> int:
     return 2 * math.prod(d_out.shape[:-1]) * math.prod(weight.shape)
 
 
-def _weight_gradient_flops(d_out, x, weight, *_: Any) -> int:
+def _weight_gradient_flops(d_out, x, weight, *_) -> int:
     return 2 * math.prod(d_out.shape) * x.shape[-1] * math.prod(weight.shape[2:])
 
 
@@ -246,6 +246,6 @@ class Conv2dSpec(LayerSpec):
         split = FEATURES if self.scatter_output else None
         layer.product = ProductContext(layer.weights, self.operation, contracted, produced, inner_split=split)
 
-    def forward(self, layer: BoundLayer, x_BHWC: Any) -> Any:
+    def forward(self, layer: BoundLayer, x_BHWC: Input) -> Awaitable[Tensor]:
         bias = layer.bias if self.bias else None
         return multiply(x_BHWC, layer.weight, bias, layer.product, layer.current_pass)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
-from gpt4d.parallel.kernels import Function, kernel, wide_dtype
+from gpt4d.parallel.kernels import Function, Tensor, kernel, wide_dtype
 from gpt4d.parallel.layers.activations import silu
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.linear import LinearSpec
 from gpt4d.parallel.layers.product import cast_to
+from gpt4d.parallel.layers.sequence import TokenIndex
 from gpt4d.parallel.layers.sharding import Axes
 from gpt4d.parallel.layout import BETWEEN_LAYERS, Layout, ParameterSpec
 from gpt4d.parallel.lazy import F, torch
@@ -184,7 +184,7 @@ class TokenEmbeddingSpec(LayerSpec):
         shape = (self.rows, self.hidden)
         return {"weight": ParameterSpec(shape, layout, unpadded, std=self.std, group="embeddings", streamed=True)}
 
-    def forward(self, layer: BoundLayer, ids: Any, tokens: Any) -> Any:
+    def forward(self, layer: BoundLayer, ids: Tensor, tokens: TokenIndex) -> Tensor:
         return LookupFunction.apply(layer.weight, tokens.gathered(ids), layer.weights, tokens.axis.size > 1)
 
 
@@ -205,7 +205,7 @@ class PositionEmbeddingSpec(LayerSpec):
         shape = (self.positions, self.hidden)
         return {"weight": ParameterSpec(shape, layout, std=self.std, group="embeddings", summed=BETWEEN_LAYERS)}
 
-    def forward(self, layer: BoundLayer, x: Any, tokens: Any) -> Any:
+    def forward(self, layer: BoundLayer, x: Tensor, tokens: TokenIndex) -> Tensor:
         if tokens.documents is not None or tokens.cache is not None or tokens.axis.size > 1 or tokens.context:
             return RowsAtFunction.apply(x, layer.weight, tokens.local(tokens.positions))
         return PositionsFunction.apply(x, layer.weight, tokens.length)
@@ -217,7 +217,7 @@ class EmbeddingFactorSpec(LayerSpec):
 
     factor: float
 
-    def forward(self, layer: BoundLayer, x: Any, tokens: Any) -> Any:
+    def forward(self, layer: BoundLayer, x: Tensor, tokens: TokenIndex) -> Tensor:
         return FactorFunction.apply(x, self.factor)
 
 
@@ -257,7 +257,7 @@ class TimeEmbeddingSpec(LayerSpec):
             "down": LinearSpec(self.hidden, self.hidden, axes=UNSHARDED, std=self.std),
         }
 
-    async def forward(self, layer: BoundLayer, timesteps: Any) -> Any:
+    async def forward(self, layer: BoundLayer, timesteps: Tensor) -> Tensor:
         x = cast_to(sinusoids(timesteps, self.channels), layer.context.compute_dtype)
         return await layer.down(silu(await layer.up(x)))
 
@@ -282,5 +282,5 @@ class ScaleShiftSpec(LayerSpec):
         axes = Axes(None, self.axis)
         return {"linear": LinearSpec(self.hidden, self.channels, axes=axes, num_fused=2, std=self.std)}
 
-    async def forward(self, layer: BoundLayer, embedding: Any) -> Any:
+    async def forward(self, layer: BoundLayer, embedding: Tensor) -> tuple[Tensor, ...]:
         return (await layer.linear(silu(embedding))).unbind(1)

@@ -8,36 +8,36 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from gpt4d.parallel.comm.pending import Pending
+from gpt4d.parallel.comm.pending import MeshAxis, Pending
 from gpt4d.parallel.engine.interleave import YieldPoint
-from gpt4d.parallel.kernels import Function
+from gpt4d.parallel.kernels import Function, Tensor
 from gpt4d.parallel.layers.product import FEATURES, TOKENS, placeholder, start_gather, start_scatter
 
 
 class ActivationExchange(Protocol):
     """The collectives of one activation and of its gradient."""
 
-    def start(self, sent: Any) -> Any:
+    def start(self, sent: Tensor) -> Pending:
         """Start the collective of the forward."""
 
-    def start_gradient(self, d_received: Any) -> None:
+    def start_gradient(self, d_received: Tensor) -> None:
         """Start the collective of the backward."""
 
-    def take_gradient(self) -> Any:
+    def take_gradient(self) -> Tensor:
         """Wait for the gradient of the tensor that this rank has sent."""
 
 
 class _Exchange:
     """An ``ActivationExchange`` of two functions that start the collectives of the forward and of the backward."""
 
-    def __init__(self, start: Callable[[Any], Any], start_back: Callable[[Any], Any]):
+    def __init__(self, start: Callable[[Tensor], Pending], start_back: Callable[[Tensor], Pending]):
         self.start, self.start_back = start, start_back
         self.gradient: Any = None  # the collective of the gradient in flight
 
-    def start_gradient(self, d_received: Any) -> None:
+    def start_gradient(self, d_received: Tensor) -> None:
         self.gradient = self.start_back(d_received)
 
-    def take_gradient(self) -> Any:
+    def take_gradient(self) -> Tensor:
         pending, self.gradient = self.gradient, None
         return pending.wait()
 
@@ -49,7 +49,7 @@ class SentFunction(Function):
     """
 
     @staticmethod
-    def forward(ctx, sent, exchange: Any):
+    def forward(ctx, sent, exchange):
         ctx.exchange = exchange
         return placeholder(sent, sent.shape)
 
@@ -62,7 +62,7 @@ class ReceivedFunction(Function):
     """The result of an exchange. Its backward starts to exchange the gradient, ``exchange.start_gradient``."""
 
     @staticmethod
-    def forward(ctx, sent, received, exchange: Any):
+    def forward(ctx, sent, received, exchange: ActivationExchange):
         ctx.shape, ctx.exchange = sent.shape, exchange
         return received.view_as(received)
 
@@ -79,27 +79,27 @@ class Exchanges:
         exchanges: activations, each with its exchange.
     """
 
-    def __init__(self, *exchanges: tuple[Any, ActivationExchange]):
+    def __init__(self, *exchanges: tuple[Tensor, ActivationExchange]):
         self._sent = [(SentFunction.apply(tensor, exchange), exchange) for tensor, exchange in exchanges]
         self._pending = [exchange.start(tensor.detach()) for tensor, exchange in exchanges]
 
-    async def received(self) -> list[Any]:
+    async def received(self) -> list[Tensor]:
         await YieldPoint()
         pairs = zip(self._sent, self._pending, strict=True)
         return [ReceivedFunction.apply(tensor, arrival.wait(), exchange) for (tensor, exchange), arrival in pairs]
 
 
-async def exchanged(*exchanges: tuple[Any, ActivationExchange]) -> list[Any]:
+async def exchanged(*exchanges: tuple[Tensor, ActivationExchange]) -> list[Tensor]:
     """Exchange activations at the same time, each with its exchange."""
     return await Exchanges(*exchanges).received()
 
 
-def gathered_features(axis: Any) -> ActivationExchange:
+def gathered_features(axis: MeshAxis) -> ActivationExchange:
     """All-gather features over an axis. The backward reduce-scatters their gradients."""
     return _Exchange(lambda sent: start_gather(sent, axis, FEATURES), lambda d: start_scatter(d, axis, FEATURES))
 
 
-def summed_gradient(axis: Any, splits_tokens: bool = False) -> ActivationExchange:
+def summed_gradient(axis: MeshAxis, splits_tokens: bool = False) -> ActivationExchange:
     """Exchange the input of layers that are split over an axis: the backward sums its gradient over the axis.
 
     ``splits_tokens``: the axis splits the tokens of the input, which are all-gathered.
@@ -112,7 +112,7 @@ def summed_gradient(axis: Any, splits_tokens: bool = False) -> ActivationExchang
     return _Exchange(Pending, lambda d: axis.start_all_reduce(d.detach().contiguous()))
 
 
-def summed(axis: Any, splits_tokens: bool = False) -> ActivationExchange:
+def summed(axis: MeshAxis, splits_tokens: bool = False) -> ActivationExchange:
     """Exchange the output of layers that are split over an axis: it is all-reduced over the axis.
 
     ``splits_tokens``: the axis splits the tokens of the result, so the sum is a reduce-scatter.
@@ -123,7 +123,7 @@ def summed(axis: Any, splits_tokens: bool = False) -> ActivationExchange:
 
 
 def all_to_all(
-    axis: Any, sent_rows: Sequence[int], received_rows: Sequence[int], later: list[Callable[[], None]] | None = None
+    axis: MeshAxis, sent_rows: Sequence[int], received_rows: Sequence[int], later: list[Callable] | None = None
 ) -> ActivationExchange:
     """Send rows of a matrix to the ranks of an axis. The backward sends the gradients of the rows back.
 
@@ -134,7 +134,7 @@ def all_to_all(
         later: computations of the backward, which take place after the start of its exchange.
     """
 
-    def start_back(d_received: Any) -> Any:
+    def start_back(d_received: Tensor) -> Pending:
         pending = axis.start_all_to_all(d_received.detach().contiguous(), received_rows, sent_rows)
         while later:
             later.pop(0)()  # and forget its tensors

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 from gpt4d.parallel.comm.pending import Pending
 from gpt4d.parallel.context import Pass
-from gpt4d.parallel.kernels import Function, KernelFunction, Symbolic, kernel
+from gpt4d.parallel.kernels import Function, KernelFunction, Symbolic, Tensor, kernel
 from gpt4d.parallel.layers.exchange import Exchanges, all_to_all, exchanged, summed, summed_gradient
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.linear import matmul, product
-from gpt4d.parallel.layers.product import TOKENS, ProductContext, Recomputable, multiply, start_gather
+from gpt4d.parallel.layers.product import TOKENS, Input, ProductContext, Recomputable, multiply, start_gather
 from gpt4d.parallel.layers.routing import Routing
 from gpt4d.parallel.layout import Layout, Matrices, ParameterSpec
 from gpt4d.parallel.lazy import F, torch
@@ -31,11 +31,11 @@ def _flops(rows_RK, weight_EKN) -> int:
     return 2 * rows_RK.shape[0] * math.prod(weight_EKN.shape[1:])
 
 
-def _linear(x_RK, weight, rows_E) -> Any:
+def _linear(x_RK, weight, rows_E):
     return x_RK.like((x_RK.shape[0], *weight.shape[2:]))
 
 
-def _on_cpu(result: Any) -> int:
+def _on_cpu(result) -> int:
     """Return the bytes of the results of all experts, which a CPU computes one by one and then joins."""
     return result.nbytes if result.is_cpu else 0
 
@@ -117,7 +117,7 @@ def grouped_weight_gradient(d_out_RN, x_RK, weight, added_to, rows_E):
 class GroupedMatmul:
     """The products of rows with the weights of their experts (gpt4d.parallel.layers.product.Operation)."""
 
-    rows_E: Any
+    rows_E: Tensor
 
     def forward(self, x_BK, weight, bias):
         return grouped_linear(x_BK, weight, self.rows_E)
@@ -233,9 +233,9 @@ class WeightedSwigluFunction(KernelFunction):
 class _Order(NamedTuple):
     """The order of rows by experts, its inverse, and the number of rows of each expert."""
 
-    order: Any
-    place: Any
-    rows: Any
+    order: Tensor
+    place: Tensor
+    rows: Tensor
 
 
 class _Transfer(NamedTuple):
@@ -278,8 +278,8 @@ class ExpertsSpec(LayerSpec):
         }
 
     async def forward(
-        self, layer: BoundLayer, x_TH: Any, routing: Routing, other: Coroutine[Any, Any, Any] | None = None
-    ) -> Any:
+        self, layer: BoundLayer, x_TH: Tensor, routing: Routing, other: Coroutine[Any, Any, Tensor] | None = None
+    ) -> Tensor:
         """Return the output. ``other`` is another layer, which computes while rows travel; its output is added."""
         weights, grid = layer.weights, layer.context.grid
         x, y, alone, ranks = grid.x, grid.y, grid.axis(None), layer.context.expert_axis
@@ -340,7 +340,7 @@ class ExpertsSpec(LayerSpec):
         return _Transfer(sent_rows, received_rows, _Order(*in_expert_order(experts, own)))
 
 
-def rows_per_rank(sent: _Order, rows_of_ranks: Any, ranks: int) -> tuple[list[int], list[int]]:
+def rows_per_rank(sent: Any, rows_of_ranks: Any, ranks: int) -> tuple[list[int], list[int]]:
     """Return the numbers of rows that this rank sends to each rank and receives from it, on the host."""
     if isinstance(rows_of_ranks, Symbolic):
         total, device = sent.order.shape[0], rows_of_ranks.device
@@ -358,7 +358,7 @@ def equal_shares(total: int, ranks: int) -> list[int]:
     return [total // ranks + (rank < total % ranks) for rank in range(ranks)]
 
 
-def _activated(current: Pass, gate_and_up: Any, row_weights: Any) -> Any:
+def _activated(current: Pass, gate_and_up: Tensor, row_weights: Tensor) -> Input:
     """Return the input of the second product, which is recomputed if products do not keep such inputs."""
     act = WeightedSwigluFunction.apply(gate_and_up, row_weights)
     if not current.recompute_inputs:

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from gpt4d.config import ConfigError
-from gpt4d.parallel.comm.pending import Pending
+from gpt4d.parallel.comm.pending import MeshAxis, Pending
 from gpt4d.parallel.compile import fused
-from gpt4d.parallel.kernels import kernel
+from gpt4d.parallel.kernels import Tensor, kernel
 from gpt4d.parallel.layers.product import add_gradient_
 from gpt4d.parallel.lazy import torch
 
@@ -177,18 +176,18 @@ class Float8Matmul:
         return gradient if added_to is None else add_gradient_(added_to, gradient)
 
 
-def _converted(matrix: Any, dtype: str, transpose: bool = False) -> tuple[Any, Any]:
+def _converted(matrix: Tensor, dtype: str, transpose: bool = False) -> tuple[Tensor, Tensor]:
     """Return a matrix, or its transpose, in a float8 dtype, and the scale to multiply it by."""
     by = scale(matrix, dtype)
     return quantized(matrix, by, dtype, transpose), by
 
 
-def _matrix(d_out_BN: Any, x_BK: Any) -> Any:
+def _matrix(d_out_BN: Tensor, x_BK: Tensor) -> Tensor:
     """Return an output's gradient as [T, N]."""
     return d_out_BN.flatten(len(x_BK.shape) - 1).flatten(0, -2)
 
 
-def start_packed_gather(shard: Any, axis: Any, parameter: Any) -> Pending:
+def start_packed_gather(shard: Tensor, axis: MeshAxis, parameter: Tensor | None) -> Pending:
     """Start the all-gather of a weight, packed in float8, over the axis that splits its rows, innermost.
 
     Args:

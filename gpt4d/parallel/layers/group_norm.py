@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
-from gpt4d.parallel.kernels import Function, kernel, wide_dtype
+from gpt4d.parallel.kernels import Function, Tensor, kernel, wide_dtype
 from gpt4d.parallel.layers import sharding
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
-from gpt4d.parallel.layers.product import Recomputable
+from gpt4d.parallel.layers.product import Input, Recomputable
 from gpt4d.parallel.layout import Layout, ParameterSpec
 from gpt4d.parallel.lazy import F, torch
 
@@ -279,7 +279,7 @@ class GroupNormFunction(Function):
         return *gradients, None, None, None, None, None
 
 
-def complete(saved: Any) -> tuple[Any, ...]:
+def complete(saved) -> tuple[Tensor | None, ...]:
     """Return the saved tensors of ``GroupNormFunction``, with None for scale and shift if there are none."""
     return (*saved, None, None)[:7]
 
@@ -326,7 +326,7 @@ class GroupNormSpec(LayerSpec):
         layer.groups = Groups(tuple(own), count)
         layer.axis = axis if cut else grid.axis(None)
 
-    def forward(self, layer: BoundLayer, x: Any, scale: Any = None, shift: Any = None) -> Any:
+    def forward(self, layer: BoundLayer, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Input:
         """Return the norm of ``x``, with ``scale`` and ``shift`` as in ``GroupNormFunction``."""
         size = sum(self.channels) // self.groups
         settings = layer.groups, size, layer.axis, self.epsilon, self.activates
@@ -335,7 +335,7 @@ class GroupNormSpec(LayerSpec):
             return out
         return Recomputable(out, partial(self._recompute, x.detach(), out.grad_fn))
 
-    def _recompute(self, x: Any, node: Any) -> Any:
+    def _recompute(self, x: Tensor, node: Any) -> Tensor:
         """Return the norm of ``x`` without a graph. ``node``: the autograd node that has saved the statistics."""
         _, *saved = complete(node.saved_tensors)
         return normalized_again(x, *saved, self.activates)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 from weakref import WeakKeyDictionary
 
-from gpt4d.parallel.kernels import Function, TorchFunction, kernel, planned_kernel
+from gpt4d.parallel.kernels import Function, Tensor, TorchFunction, kernel, planned_kernel
 from gpt4d.parallel.layers import sharding
 from gpt4d.parallel.layers.exchange import exchanged, gathered_features
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.product import cast_to
+from gpt4d.parallel.layers.sequence import TokenIndex
 from gpt4d.parallel.lazy import torch
 
 
@@ -128,7 +128,7 @@ class KeyValueHeadsSpec(LayerSpec):
         # The local key-value head of each of this rank's query heads.
         layer.head_of_query = tuple(head - first_here for head in served)
 
-    async def forward(self, layer: BoundLayer, k: Any, v: Any) -> tuple[Any, Any]:
+    async def forward(self, layer: BoundLayer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return key-value heads that serve equally many consecutive query heads, or one head per query head."""
         if layer.gathered:
             columns = StackedFunction.apply(k, v)
@@ -138,7 +138,7 @@ class KeyValueHeadsSpec(LayerSpec):
         return _needed(k, layer), _needed(v, layer)
 
 
-def _needed(columns: Any, layer: BoundLayer) -> Any:
+def _needed(columns: Tensor, layer: BoundLayer) -> Tensor:
     """Return the key-value heads that this rank's query heads need, from [..., columns]."""
     heads, numbers = columns.unflatten(-1, (layer.heads, -1)), layer.head_of_query
     first, stop = numbers[0], numbers[-1] + 1
@@ -204,9 +204,9 @@ class Rotary:
 
     def __init__(self, frequencies: Sequence[float], scale: float = 1.0):
         self.frequencies, self.scale = tuple(frequencies), scale
-        self._rotations: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()
+        self._rotations: WeakKeyDictionary[TokenIndex, tuple[Tensor, Tensor]] = WeakKeyDictionary()
 
-    def __call__(self, x: Any, tokens: Any) -> Any:
+    def __call__(self, x: Tensor, tokens: TokenIndex) -> Tensor:
         """Return ``x`` [batch, sequence, heads, size] rotated, computed in float32, or float64 for float64."""
         if tokens not in self._rotations:
             self._rotations[tokens] = rotations(tokens.positions, x, self.frequencies, self.scale)

@@ -19,7 +19,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from gpt4d.parallel.kernels import kernel
+from gpt4d.parallel.kernels import Tensor, kernel
 from gpt4d.parallel.layers.product import Operation, add_gradient_, cast, placeholder
 from gpt4d.parallel.layers.sharding import Axes, named
 from gpt4d.parallel.layout import ADAPTERS, Layout, ParameterSpec
@@ -106,28 +106,28 @@ class Adapter:
 
     weights: Any
     operation: Operation
-    a: Any
-    b: Any
+    a: Tensor
+    b: Tensor
     scale: float
     sizes: tuple[int, ...]
 
-    def add_product_(self, out_BN: Any, x_BK: Any) -> Any:
+    def add_product_(self, out_BN: Tensor, x_BK: Tensor) -> Tensor:
         """Add the product of the input with A and B to ``out_BN`` in place."""
         a, b = cast(self.a.detach(), x_BK), self._spread(x_BK)
         inner_BR = self.operation.forward(x_BK, a, None)
         return add_(out_BN, self.operation.forward(inner_BR, b, None))
 
-    def add_gradients(self, d_x: Any, d_out_BN: Any, x_BK: Any) -> Any:
+    def add_gradients(self, d_x: Tensor, d_out_BN: Tensor, x_BK: Tensor) -> Tensor:
         """Add the gradient of the input to ``d_x`` in place, and the gradients of A and B to theirs."""
         weights, operation = self.weights, self.operation
         a, b = cast(self.a.detach(), x_BK), self._spread(x_BK)
         inner_like = placeholder(x_BK, (*x_BK.shape[:-1], a.shape[1]))
         d_inner_BR = operation.input_gradient(d_out_BN, b, inner_like)
 
-        def d_a(earlier: Any | None) -> Any:
+        def d_a(earlier: Tensor | None) -> Tensor:
             return operation.weight_gradient(d_inner_BR, x_BK, self.a, earlier)
 
-        def d_b(earlier: Any | None) -> Any:
+        def d_b(earlier: Tensor | None) -> Tensor:
             inner_BR = operation.forward(x_BK, a, None)
             d_spread = operation.weight_gradient(d_out_BN, inner_BR, self.b, None)
             gradient = collected(d_spread, self.b, self.scale, self.sizes)
@@ -137,5 +137,5 @@ class Adapter:
         weights.add_gradient(self.b, d_b)
         return add_(d_x, operation.input_gradient(d_inner_BR, a, x_BK))
 
-    def _spread(self, like: Any) -> Any:
+    def _spread(self, like: Tensor) -> Tensor:
         return spread(cast(self.b.detach(), like), self.scale, self.sizes)

@@ -15,11 +15,20 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from gpt4d.parallel import compile
-from gpt4d.parallel.comm.pending import MAX
+from gpt4d.parallel.comm.pending import MAX, MeshAxis
 from gpt4d.parallel.compile import fused
 from gpt4d.parallel.context import Pass
 from gpt4d.parallel.engine.interleave import join
-from gpt4d.parallel.kernels import Function, TorchFunction, elementwise, kernel, num_blocks, planned_kernel, wide_dtype
+from gpt4d.parallel.kernels import (
+    Function,
+    Tensor,
+    TorchFunction,
+    elementwise,
+    kernel,
+    num_blocks,
+    planned_kernel,
+    wide_dtype,
+)
 from gpt4d.parallel.layers.product import TOKENS, ProductContext, start_gather, start_scatter
 from gpt4d.parallel.lazy import torch
 
@@ -27,13 +36,13 @@ from gpt4d.parallel.lazy import torch
 class SavedLoss(NamedTuple):
     """Tensors that the gradient of a loss needs in addition to the logits. Each has one element per token."""
 
-    largest: Any  # the largest logit
-    normalizer: Any  # Σ exp(logit - largest logit)
-    local: Any  # column of the target on this rank; 0 if another rank has the target
-    elsewhere: Any  # whether another rank has the target
+    largest: Tensor  # the largest logit
+    normalizer: Tensor  # Σ exp(logit - largest logit)
+    local: Tensor  # column of the target on this rank; 0 if another rank has the target
+    elsewhere: Tensor  # whether another rank has the target
 
 
-def _num_blocks(logits, *_: Any) -> int:
+def _num_blocks(logits, *_) -> int:
     return num_blocks(logits, logits.device.compiled)
 
 
@@ -54,7 +63,7 @@ def local_targets(targets, first: int, columns: int):
     return local.masked_fill_(elsewhere, 0), elsewhere
 
 
-def _moved_at_targets(logits, *rows: Any) -> int:
+def _moved_at_targets(logits, *rows) -> int:
     """Return the bytes of one logit per row and of ``rows``, tensors with one element per row."""
     return logits.nbytes // logits.shape[-1] + sum(row.nbytes for row in rows)
 
@@ -188,8 +197,8 @@ def write_softmax(logits: torch.Tensor, largest: torch.Tensor, scale: torch.Tens
 
 
 def forward_loss(
-    logits: Any, targets: Any, vocabulary: int, axis: Any, masked: bool, losses: list[Any] | None = None
-) -> tuple[Any, SavedLoss]:
+    logits: Tensor, targets: Tensor, vocabulary: int, axis: MeshAxis, masked: bool, losses: list[Tensor] | None = None
+) -> tuple[Tensor, SavedLoss]:
     """Return the summed loss of logits [tokens, vocabulary over ``axis``], and the tensors to save for its gradient.
 
     Columns from ``vocabulary`` on are padding. ``masked``: targets may be negative, and are ignored there. ``losses``:
@@ -202,7 +211,7 @@ def forward_loss(
     return loss, SavedLoss(largest, normalizer, *column)
 
 
-def log_likelihoods(logits: Any, targets: Any, vocabulary: int, axis: Any) -> tuple[Any, Any]:
+def log_likelihoods(logits: Tensor, targets: Tensor, vocabulary: int, axis: MeshAxis) -> tuple[Any, Any]:
     """Return the log-likelihood of each target, and whether the target has the largest logit of its row: [tokens].
 
     Arguments as for ``forward_loss``. Every rank of ``axis`` gets the same values.
@@ -211,7 +220,7 @@ def log_likelihoods(logits: Any, targets: Any, vocabulary: int, axis: Any) -> tu
     return below_largest - normalizer.log(), below_largest == 0
 
 
-def _sums(logits: Any, targets: Any, vocabulary: int, axis: Any) -> tuple[Any, Any, Any, Any]:
+def _sums(logits: Tensor, targets: Tensor, vocabulary: int, axis: MeshAxis) -> tuple[Any, Tensor, Tensor, Tensor]:
     """Return, for each row, the sum of exponentials and the target's logit, both relative to the largest logit.
 
     They are stacked to [2, tokens]. Return also the largest logits and the results of ``local_targets``.
@@ -224,7 +233,9 @@ def _sums(logits: Any, targets: Any, vocabulary: int, axis: Any) -> tuple[Any, A
     return sums, largest, local, elsewhere
 
 
-def write_gradient(logits: Any, saved: SavedLoss, vocabulary: int, axis: Any, d_loss: Any, z_loss: float) -> Any:
+def write_gradient(
+    logits: Tensor, saved: SavedLoss, vocabulary: int, axis: MeshAxis, d_loss: Tensor, z_loss: float
+) -> Tensor:
     """Replace ``logits`` by their gradient in place and return it.
 
     ``d_loss``: the gradient of the loss, a scalar. ``z_loss``: as for ``cross_entropy_sum``.
@@ -236,7 +247,7 @@ def write_gradient(logits: Any, saved: SavedLoss, vocabulary: int, axis: Any, d_
     return write_targets_(softmax_(logits, saved.largest, scale, columns), at_target, saved.local, columns)
 
 
-def _columns(logits: Any, vocabulary: int, axis: Any) -> int:
+def _columns(logits: Tensor, vocabulary: int, axis: MeshAxis) -> int:
     """Return the number of this rank's columns of the vocabulary without padding."""
     return max(0, min(logits.shape[-1], vocabulary - axis.index * logits.shape[-1]))
 
@@ -259,14 +270,14 @@ class CrossEntropyFunction(Function):
 
 
 def cross_entropy_sum(
-    logits: Any,
-    targets: Any,
+    logits: Tensor,
+    targets: Tensor,
     vocabulary: int,
-    axis: Any,
+    axis: MeshAxis,
     z_loss: float = 0.0,
     masked: bool = False,
-    losses: list[Any] | None = None,
-) -> Any:
+    losses: list[Tensor] | None = None,
+) -> Tensor:
     """Return the loss summed over this rank's tokens: a scalar, the same on every rank of ``axis``.
 
     ``logits`` [..., padded vocabulary over ``axis``], ``targets`` [...] global ids. Columns from ``vocabulary`` on are
@@ -291,7 +302,7 @@ def sum_of(squares):
 
 
 @planned_kernel(converts=True)
-def as_dtype(x, dtype: Any):
+def as_dtype(x, dtype):
     """Return ``x`` in a dtype."""
     return x if x.dtype == dtype else x.like(dtype=dtype)
 
@@ -317,7 +328,7 @@ class SquaredErrorFunction(TorchFunction):
         return as_dtype(elementwise(elementwise(errors)), ctx.dtype), None
 
 
-def squared_error(prediction: Any, targets: Any) -> Any:
+def squared_error(prediction: Tensor, targets: Tensor) -> Tensor:
     """Return the mean squared error of each sample's elements, summed over this rank's samples."""
     return SquaredErrorFunction.apply(prediction, targets)
 
@@ -350,18 +361,18 @@ def add_scaled_(earlier, gradient, d_loss):
 class _HeadLossCall:
     """One call of ``head_loss``: its arguments, and the gradients if the gradient of the loss is 1."""
 
-    weight: Any  # the parameter itself, because gradients accumulate here; autograd passes a view
-    targets_T: Any
+    weight: Tensor  # the parameter itself, because gradients accumulate here; autograd passes a view
+    targets_T: Tensor
     vocabulary: int
     context: ProductContext
     num_chunks: int
     masked: bool  # tokens with a negative target are ignored
     split: bool  # x splits the tokens of the input
     with_gradients: bool
-    losses: list[Any] | None  # the losses of the tokens of each chunk are appended
-    gradients: tuple[Any, Any | None] | None = None  # gradients of the input and, unless it is frozen, of the weight
+    losses: list[Tensor] | None  # the losses of the tokens of each chunk are appended
+    gradients: tuple[Tensor, Tensor | None] | None = None  # the input's and, unless it is frozen, the weight's
 
-    def run(self, x_TH: Any) -> Any:
+    def run(self, x_TH: Tensor) -> Tensor:
         """Return the loss and compute its gradients chunk by chunk."""
         operation, weights, x_axis = self.context.operation, self.context.weights, self.context.produced
         # If x splits the tokens, one reduce-scatter at the end replaces the all-reduces of the chunks.
@@ -369,7 +380,7 @@ class _HeadLossCall:
         if self.split:
             x_TH = start_gather(x_TH, x_axis, TOKENS, self.weight).wait()
         gathered, trains = weights.gather(self.weight), weights.trains(self.weight)
-        losses, d_parts, d_weight = list[Any](), list[Any](), None
+        losses, d_parts, d_weight = list[Tensor](), list[Tensor](), None
         parts = zip(x_TH.chunk(self.num_chunks), self.targets_T.chunk(self.num_chunks), strict=True)
         for part_TH, targets in parts:
             logits = operation.forward(part_TH, gathered, None)
@@ -412,7 +423,7 @@ class HeadLossFunction(Function):
         assert call.gradients is not None
         (d_x, d_weight), call.gradients = call.gradients, None
 
-        def scaled(earlier: Any | None) -> Any:
+        def scaled(earlier: Tensor | None) -> Tensor:
             return scale_(d_weight, d_loss) if earlier is None else add_scaled_(earlier, d_weight, d_loss)
 
         if d_weight is not None:
@@ -421,16 +432,16 @@ class HeadLossFunction(Function):
 
 
 def head_loss(
-    x_TH: Any,
-    weight: Any,
-    targets_T: Any,
+    x_TH: Tensor,
+    weight: Tensor,
+    targets_T: Tensor,
     vocabulary: int,
     context: ProductContext,
     current: Pass,
     num_chunks: int,
     masked: bool = False,
-    losses: list[Any] | None = None,
-) -> Any:
+    losses: list[Tensor] | None = None,
+) -> Tensor:
     """Return the cross-entropy of logits, summed over this rank's tokens, as ``cross_entropy_sum`` does.
 
     Args:

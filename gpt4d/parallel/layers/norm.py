@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from gpt4d.parallel.kernels import Function, kernel, wide_dtype
+from gpt4d.parallel.kernels import Function, Tensor, kernel, wide_dtype
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
-from gpt4d.parallel.layers.product import Recomputable, cast_to
+from gpt4d.parallel.layers.product import Input, Recomputable, cast_to
 from gpt4d.parallel.layout import BETWEEN_LAYERS, Layout, ParameterSpec
 from gpt4d.parallel.lazy import F, torch
 
@@ -273,7 +273,7 @@ class RMSNormFunction(Function):
         return d_x, d_x if ctx.adds else None, d_weight, None, None, None
 
 
-def _summed(sums, x, ctx) -> tuple[Any, int]:
+def _summed(sums, x, ctx) -> tuple[Tensor, int]:
     """All-reduce sums over this rank's features of ``x``; return the result and the number of all features."""
     count = x.shape[-1]
     for axis in ctx.axes:
@@ -291,17 +291,17 @@ class NormSpec(LayerSpec):
     features: int
     epsilon: float
 
-    def forward(self, layer: BoundLayer, x: Any, branch: Any = None) -> tuple[Any, Any]:
+    def forward(self, layer: BoundLayer, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Input]:
         stream, out = self.apply(layer, x, branch)
         if not layer.current_pass.recompute_inputs:
             return stream, out
         return stream, Recomputable(out, partial(self.recompute, layer, stream.detach(), out.grad_fn))
 
-    def apply(self, layer: BoundLayer, x: Any, branch: Any) -> tuple[Any, Any]:
+    def apply(self, layer: BoundLayer, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return ``x + branch``, or ``x`` without a branch, and its norm."""
         raise NotImplementedError
 
-    def recompute(self, layer: BoundLayer, x: Any, node: Any) -> Any:
+    def recompute(self, layer: BoundLayer, x: Tensor, node: Any) -> Tensor:
         """Return the norm of ``x`` without a graph. ``node``: the autograd node that has saved the statistics."""
         raise NotImplementedError
 
@@ -317,10 +317,10 @@ class LayerNormSpec(NormSpec):
         bias = ParameterSpec((self.features,), Layout(("y",)), summed=BETWEEN_LAYERS)
         return {"weight": replace(bias, mean=1.0), "bias": bias}
 
-    def apply(self, layer, x, branch):
+    def apply(self, layer: BoundLayer, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
         return LayerNormFunction.apply(x, branch, layer.weight, layer.bias, layer.context.grid.y, self.epsilon)
 
-    def recompute(self, layer, x, node):
+    def recompute(self, layer: BoundLayer, x: Tensor, node: Any) -> Tensor:
         if layer.context.grid.y.size == 1:
             return layer_norm(x, None, layer.weight, layer.bias, self.epsilon)[1]
         _, weight, _, mean, rstd = node.saved_tensors
@@ -345,11 +345,11 @@ class RMSNormSpec(NormSpec):
         mean = 0.0 if self.zero_centered else 1.0
         return {"weight": ParameterSpec((self.features,), Layout(("y",)), mean=mean, summed=BETWEEN_LAYERS)}
 
-    def apply(self, layer, x, branch):
+    def apply(self, layer: BoundLayer, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
         axes = (layer.context.grid.y,)
         return RMSNormFunction.apply(x, branch, layer.weight, axes, self.epsilon, self.zero_centered)
 
-    def recompute(self, layer, x, node):
+    def recompute(self, layer: BoundLayer, x: Tensor, node: Any) -> Tensor:
         _, weight, rstd = node.saved_tensors
         return scaled(x, rstd, weight, self.zero_centered)
 
@@ -358,7 +358,7 @@ class RMSNormSpec(NormSpec):
 class BranchNormSpec(RMSNormSpec):
     """The norm of a residual branch: (stream, output of the branch) → stream + norm of the output."""
 
-    def forward(self, layer: BoundLayer, x: Any, branch: Any) -> Any:  # type: ignore[override]
+    def forward(self, layer: BoundLayer, x: Tensor, branch: Tensor) -> Tensor:  # type: ignore[override]
         return x + self.apply(layer, branch, None)[1]
 
 
@@ -385,7 +385,7 @@ class HeadNormSpec(LayerSpec):
         mean = 0.0 if self.zero_centered else 1.0
         return {"weight": ParameterSpec((self.size,), Layout(()), mean=mean, summed=self.heads)}
 
-    def forward(self, layer: BoundLayer, x: Any) -> Any:
+    def forward(self, layer: BoundLayer, x: Tensor) -> Tensor:
         names = layer.context.head_axes(self.heads) if self.across_heads else ()
         axes = tuple(layer.context.grid[name] for name in names)
         return RMSNormFunction.apply(x, None, layer.weight, axes, self.epsilon, self.zero_centered)[1]

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 from gpt4d.parallel.context import Pass
 from gpt4d.parallel.engine.interleave import YieldPoint
 from gpt4d.parallel.engine.prefetch import BACKWARD
-from gpt4d.parallel.kernels import Function, kernel
+from gpt4d.parallel.kernels import Function, Tensor, kernel
 from gpt4d.parallel.layers import sharding
 from gpt4d.parallel.layers.layer import BoundLayer
 from gpt4d.parallel.lazy import torch
@@ -32,8 +32,11 @@ from gpt4d.parallel.lazy import torch
 class Recomputable(NamedTuple):
     """A tensor, and the function that recomputes it without recording a graph."""
 
-    value: Any
-    again: Callable[[], Any]
+    value: Tensor
+    again: Callable[[], Tensor]
+
+
+Input = Tensor | Recomputable  # the input of a product
 
 
 def recomputable(layer: BoundLayer, function: Callable[[Any], Any], x: Any) -> Any:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from gpt4d.parallel.engine.prefetch import FORWARD
-from gpt4d.parallel.kernels import Function, KernelFunction, kernel, wide_dtype
+from gpt4d.parallel.kernels import Function, KernelFunction, Tensor, kernel, wide_dtype
 from gpt4d.parallel.layers.exchange import exchanged, summed
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.linear import matmul
@@ -19,7 +19,7 @@ from gpt4d.parallel.layout import BETWEEN_LAYERS, STATE, Layout, ParameterSpec, 
 from gpt4d.parallel.lazy import torch
 
 
-def _flops(x_TH, weight_HE, *_: Any) -> int:
+def _flops(x_TH, weight_HE, *_) -> int:
     return 2 * x_TH.shape[0] * weight_HE.shape[0] * weight_HE.shape[1]
 
 
@@ -181,8 +181,8 @@ class ExpertWeightsFunction(Function):
 class Routing(NamedTuple):
     """The experts of each token, [T, K], and their weights in float32, or float64 for float64."""
 
-    weights: Any
-    experts: Any
+    weights: Tensor
+    experts: Tensor
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class RouterSpec(LayerSpec):
         layer.unpadded_tokens = 1.0  # in all microbatches of the step, on all ranks
         layer.add_statistics = lambda sums: None  # ``Routers`` adds the sums of a step
 
-    async def forward(self, layer: BoundLayer, x_TH: Any, tokens: TokenIndex) -> Routing:
+    async def forward(self, layer: BoundLayer, x_TH: Tensor, tokens: TokenIndex) -> Routing:
         y = layer.context.grid.y
         logits_TE = LogitsFunction.apply(x_TH, layer.weight)
         if y.size > 1:

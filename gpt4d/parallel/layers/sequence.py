@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from gpt4d.parallel.kernels import kernel
+from gpt4d.parallel.comm.pending import MeshAxis
+from gpt4d.parallel.kernels import Tensor, kernel
 from gpt4d.parallel.layers.layer import BoundLayer
 from gpt4d.parallel.lazy import F, torch
 
@@ -152,7 +153,7 @@ class KeyValueCache:
     key_places: torch.Tensor = field(init=False)
     positions: torch.Tensor = field(init=False)
     mask: torch.Tensor = field(init=False)
-    _cached: dict[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    _cached: dict[BoundLayer, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @property
     def complete(self) -> bool:
@@ -182,7 +183,7 @@ class KeyValueCache:
             mask &= documents.indices.gather(1, places)[..., None] == documents.indices[:, None]
         self.mask = mask[:, None]
 
-    def extend(self, layer: torch.nn.Module, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def extend(self, layer: BoundLayer, k: Any, v: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Store keys and values [texts, tokens, heads, size] and return the cached, [texts, capacity, heads, size]."""
         if layer not in self._cached:
             shape = (k.shape[0], self.capacity, *k.shape[2:])
@@ -209,13 +210,13 @@ class TokenIndex:
         attention_calls: calls of gpt4d.parallel.layers.context_attention whose backward has not begun, in their order.
     """
 
-    sample_ids: Any
+    sample_ids: Tensor
     length: int
-    axis: Any
+    axis: MeshAxis
     documents: Documents | None = None
     num_chunks: int = 1
     cache: KeyValueCache | None = None
-    context: Any = None
+    context: MeshAxis | None = None
     attention_calls: list[Any] = field(default_factory=list, init=False)
 
     def chunk(self, count: int) -> Sequence[TokenIndex]:
@@ -228,15 +229,15 @@ class TokenIndex:
             for ids, part in zip(samples, documents, strict=True)
         ]
 
-    def local(self, values: Any) -> Any:
+    def local(self, values: Tensor) -> Tensor:
         """Return this rank's slice of each chunk of values [sequences, length], as [tokens]."""
         return local_part(values, self.num_chunks, self.axis.size, self.axis.index)
 
-    def gathered(self, values: Any) -> Any:
+    def gathered(self, values: Tensor) -> Tensor:
         """Return values [sequences, length] of all tokens in the order of an all-gather's result, [tokens]."""
         return in_gathered_order(values, self.num_chunks, self.axis.size)
 
-    def restored(self, values: Any) -> Any:
+    def restored(self, values: Tensor) -> Tensor:
         """Return values [tokens, …] in the order of ``gathered`` as [sequences, length, …]."""
         parts = values.unflatten(0, (self.axis.size, self.num_chunks, -1)).transpose(0, 1)
         return parts.flatten(0, 2).unflatten(0, (-1, self.length))
@@ -252,17 +253,17 @@ class TokenIndex:
         return positions if context is None else own_segments(positions, context.size, context.index)
 
     @cached_property
-    def samples(self) -> Any:
+    def samples(self) -> Tensor:
         """[this rank's tokens]: index of each token's sequence in the run."""
         return self.local(samples_of(self.sample_ids, self.length))
 
     @cached_property
-    def places(self) -> Any:
+    def places(self) -> Tensor:
         """[this rank's tokens]: index of each token in its sequence."""
         return self.local(self.indices)
 
     @cached_property
-    def unpadded(self) -> Any:
+    def unpadded(self) -> Tensor | None:
         """[this rank's tokens], boolean: the tokens that are no padding; None without padding."""
         if self.documents is None or not self.documents.padded:
             return None
@@ -270,7 +271,7 @@ class TokenIndex:
         return self.local(unpadded if context is None else own_segments(unpadded, context.size, context.index))
 
     @property
-    def indices(self) -> Any:
+    def indices(self) -> Tensor:
         """[sequences, length]: index of each token in its sequence."""
         if self.context is None:
             return places_of(self.sample_ids, self.length)
@@ -279,7 +280,7 @@ class TokenIndex:
 
 def tokens_of(
     layer: BoundLayer,
-    sample_ids: Any,
+    sample_ids: Tensor,
     length: int,
     documents: Documents | None = None,
     cache: KeyValueCache | None = None,

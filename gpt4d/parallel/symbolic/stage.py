@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from gpt4d.config import GridSizes
-from gpt4d.parallel.comm.pending import SUM, Pending
+from gpt4d.parallel.comm.pending import SUM, MeshAxis, Pending
 from gpt4d.parallel.context import INFERENCE, Context, Pass
 from gpt4d.parallel.engine.reduction import Bucket, GradientSums, default_bucket_bytes, gradient_buckets
 from gpt4d.parallel.layers.float8 import SCALE_BYTES
@@ -27,30 +27,27 @@ MASTER_DTYPE, MASTER_BYTES = "float32", 4  # dtype and bytes per element of weig
 class CommunicatingDevice(SymbolicDevice, Protocol):
     """A device that also accounts for collectives."""
 
-    def start(self, kind: str, axis: str, nbytes: float, received: float = 0.0) -> Any:
+    def start(self, kind: str, axis: str, nbytes: float, received: float = 0.0) -> object:
         """Start a collective on a tensor of ``nbytes``. It overlaps with computation.
 
         For an all-to-all, ``nbytes`` are the bytes to other ranks, and ``received`` the bytes from them.
         """
 
-    def wait(self, collective: Any) -> None:
+    def wait(self, collective: object) -> None:
         """Wait for a started collective."""
-
-    def do(self, kind: str, axis: str, nbytes: float) -> None:
-        """Start a collective and wait for it."""
 
 
 class _Run(NamedTuple):
     """A collective in flight (gpt4d.parallel.comm.pending.InFlight)."""
 
     device: CommunicatingDevice
-    collective: Any
+    collective: object
 
     def wait(self) -> None:
         self.device.wait(self.collective)
 
 
-class SymbolicAxis:
+class SymbolicAxis(MeshAxis):
     """An axis of the grid, seen from its first device. It replaces gpt4d.parallel.comm.collectives.Axis."""
 
     index = 0
@@ -79,15 +76,6 @@ class SymbolicAxis:
         to_others, from_others = (row * (sum(rows) - rows[self.index]) for rows in (sent_rows, received_rows))
         collective = self.device.start("all_to_all", self.name, to_others, from_others)
         return Pending(received, _Run(self.device, collective), source=sent)
-
-    def all_reduce(self, tensor: SymbolicTensor, op: str = SUM, parameter: Any = None) -> SymbolicTensor:
-        return self.start_all_reduce(tensor).wait()
-
-    def all_gather(self, shard: SymbolicTensor, parameter: Any = None) -> SymbolicTensor:
-        return self.start_all_gather(shard).wait()
-
-    def reduce_scatter(self, full: SymbolicTensor, parameter: Any = None) -> SymbolicTensor:
-        return self.start_reduce_scatter(full).wait()
 
     def _start(self, kind: str, result: SymbolicTensor, source: SymbolicTensor) -> Pending:
         if self.size == 1:
@@ -159,7 +147,7 @@ class SymbolicWeights(Weights):
         shard_states: bool = False,
     ):
         super().__init__(context)
-        self.device: Any = context.grid.device
+        self.device: CommunicatingDevice = context.grid.device
         self.specs, sizes = dict(parameters), context.grid.sizes
         self.gradients: dict[str, SymbolicTensor] = {}
         extents, origin = sizes._asdict(), dict.fromkeys(sizes._fields, 0)

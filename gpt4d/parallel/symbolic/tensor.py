@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
 
-from gpt4d.parallel.kernels import Kernel, Symbolic
+from gpt4d.parallel.kernels import Function, Kernel, Symbolic
 from gpt4d.parallel.symbolic.costs import Computation, cost
 
 # Bytes of an element, by the name of a dtype.
@@ -81,7 +81,7 @@ class SymbolicTensor(Symbolic):
         shape: tuple[int, ...],
         dtype: str,
         storage: Storage | None = None,
-        edge: tuple[Any, int] | None = None,
+        edge: tuple[TapeNode, int] | None = None,
     ):
         self.device, self.shape, self.dtype, self.storage, self.edge = device, shape, dtype, storage, edge
 
@@ -98,7 +98,7 @@ class SymbolicTensor(Symbolic):
         return self.device.is_cpu
 
     @property
-    def grad_fn(self) -> Any:
+    def grad_fn(self) -> TapeNode | None:
         """The node that has computed the tensor; None for a parameter, and if the tensor requires no gradient."""
         return None if self.edge is None or self.edge[0].accumulates else self.edge[0]
 
@@ -110,7 +110,7 @@ class SymbolicTensor(Symbolic):
         """Return a new tensor of this shape and dtype, with its own memory."""
         return SymbolicTensor(self.device, self.shape, self.dtype, Storage(self.device, self.nbytes))
 
-    def alias(self, edge: tuple[Any, int] | None = None, shape: tuple[int, ...] | None = None) -> SymbolicTensor:
+    def alias(self, edge: tuple[TapeNode, int] | None = None, shape: tuple[int, ...] | None = None) -> SymbolicTensor:
         """Return a tensor with the same memory, whose gradient goes to ``edge``."""
         return SymbolicTensor(self.device, self.shape if shape is None else shape, self.dtype, self.storage, edge)
 
@@ -136,7 +136,7 @@ class SymbolicTensor(Symbolic):
         device.compute(computation)
         return returned[0] if len(returned) == 1 else tuple(returned)
 
-    def run_function(self, function: Any, args: tuple) -> Any:
+    def run_function(self, function: type[Function], args: tuple) -> Any:
         """Call a function (gpt4d.parallel.kernels.Function) whose first argument is this tensor; record the call."""
         device = self.device
         node = _FunctionNode(device, function, args)
@@ -241,7 +241,7 @@ class TapeNode:
         self.needs_input_grad = [edge is not None for edge in self.edges]
         self.number = next(device.numbers)
         self.outputs: Sequence[SymbolicTensor] = ()  # the outputs' shapes, without memory
-        self._saved: list[Any] = []
+        self._saved: list[SymbolicTensor | partial[SymbolicTensor]] = []
         self._materializes = True
 
     def save_for_backward(self, *tensors: SymbolicTensor) -> None:
@@ -265,7 +265,7 @@ class TapeNode:
 
 
 class _FunctionNode(TapeNode):
-    def __init__(self, device: SymbolicDevice, function: Any, inputs: Sequence[Any]):
+    def __init__(self, device: SymbolicDevice, function: type[Function], inputs: Sequence[Any]):
         super().__init__(device, inputs)
         self.function = function
 
