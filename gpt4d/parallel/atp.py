@@ -132,8 +132,8 @@ class ATPLinear(nn.Module):
         device, dtype = x.device.type, self.weight.dtype
         compute_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
         weights = _Weights(Context(self.mesh, compute_dtype))
-        context = ProductContext(weights, Matmul(), self.contracted, self.produced, self.transposed)
-        return run_alone(multiply(x.to(compute_dtype), self.weight, self.bias, context, _PASS))
+        context = ProductContext(weights, Matmul(), self.contracted, self.produced, self.transposed)  # type: ignore[arg-type]
+        return run_alone(multiply(x.to(compute_dtype), self.weight, self.bias, context, _PASS))  # type: ignore[return-value]
 
     def extra_repr(self) -> str:
         rows, columns = self.weight.shape

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gpt4d.config import Config, OverlapConfig
+from gpt4d.parallel.comm.pending import MeshAxis
 from gpt4d.parallel.layers import sharding
 from gpt4d.parallel.layout import BETWEEN_LAYERS, ParameterSpec
 
@@ -65,7 +66,7 @@ class Context:
             object.__setattr__(self, "training", replace(self.training, splits_tokens=False))
 
     @property
-    def expert_axis(self) -> Any:
+    def expert_axis(self) -> MeshAxis:
         """The axis whose ranks have different experts."""
         return self.grid.batch if self.expert_data else self.grid.z
 

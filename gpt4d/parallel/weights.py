@@ -10,9 +10,10 @@ import weakref
 from abc import ABC, abstractmethod
 from typing import Any
 
-from gpt4d.parallel.comm.pending import Pending
+from gpt4d.parallel.comm.pending import MeshAxis, Pending
 from gpt4d.parallel.context import Context
 from gpt4d.parallel.engine.prefetch import ComputeGradient, WeightSchedule
+from gpt4d.parallel.kernels import Tensor
 from gpt4d.parallel.layers.float8 import start_packed_gather
 from gpt4d.parallel.layers.product import cast_to
 from gpt4d.parallel.layout import ParameterSpec
@@ -45,25 +46,25 @@ class Weights(ABC):
         """Return a weight's name."""
         return self._names[shard]
 
-    def trains(self, shard: Any) -> bool:
+    def trains(self, shard: Tensor) -> bool:
         """Return whether a weight is trained. A frozen weight has no gradient."""
         return not self.specs[self._name(shard)].frozen
 
-    def gather(self, shard: Any, phase: str | None = None) -> Any:
+    def gather(self, shard: Tensor, phase: str | None = None) -> Tensor:
         """Return the weight at this rank's (x, y) coordinates, gathered over z, in the compute dtype.
 
         ``phase``: as for ``WeightSchedule.gather``.
         """
         return self.schedule.gather(self._name(shard), phase)
 
-    def add_gradient(self, shard: Any, compute: ComputeGradient) -> None:
+    def add_gradient(self, shard: Tensor, compute: ComputeGradient) -> None:
         """Compute the gradient of a gathered weight and ``scatter`` it: now, or with the delayed gradients.
 
         The result, None, is the layer's gradient for autograd.
         """
         self.schedule.add_gradient(self._name(shard), compute)
 
-    def scatter(self, shard: Any, compute: ComputeGradient) -> None:
+    def scatter(self, shard: Tensor, compute: ComputeGradient) -> None:
         """Compute the gradient of the gathered weight, reduce-scatter it over z and add it to ``shard.grad``.
 
         The reduce-scatter may end later, but before ``schedule.finish`` returns. The backward of a layer passes the
@@ -90,11 +91,11 @@ class Weights(ABC):
             return start_packed_gather(local, axis, shard)
         return axis.start_all_gather(local, parameter=shard)
 
-    def start_scatter(self, weight: str, gradient: Any) -> Pending:
+    def start_scatter(self, weight: str, gradient: Tensor) -> Pending:
         return self._axis(weight).start_reduce_scatter(gradient, parameter=self._shards[weight])
 
     def wait(self, pending: Pending) -> Any:
         return pending.wait()
 
-    def _axis(self, weight: str) -> Any:
+    def _axis(self, weight: str) -> MeshAxis:
         return self.context.grid.z if self.specs[weight].gathered else self._alone

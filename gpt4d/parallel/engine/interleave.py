@@ -7,10 +7,10 @@ tensors with the same code.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from gpt4d.parallel.kernels import TorchFunction, planned_kernel
+from gpt4d.parallel.kernels import Tensor, TorchFunction, planned_kernel
 from gpt4d.parallel.lazy import torch
 
 Result = TypeVar("Result")
@@ -46,7 +46,7 @@ def run_alone(coroutine: Coroutine[Any, Any, Result]) -> Result:
     return run([coroutine])[0]
 
 
-Tensors = dict[str, Any]
+Tensors = dict[str, Tensor]
 
 
 @planned_kernel
@@ -72,7 +72,7 @@ class JoinFunction(TorchFunction):
         return tuple(d_whole.alias(shape=shape) for shape in ctx.shapes)
 
 
-def join(*chunks: Any) -> Any:
+def join(*chunks: Tensor) -> Tensor:
     """Return the concatenation of the chunks along dim 0."""
     return JoinFunction.apply(*chunks)
 
@@ -83,13 +83,13 @@ class Node(NamedTuple):
     ``block`` is a coroutine function of these inputs, in this order, followed by the inputs that all blocks share.
     """
 
-    block: Any
+    block: Callable[..., Coroutine[Any, Any, Tensor]]
     uses: tuple[str, ...]
     produces: str
 
 
 def run_graph(
-    layer: Any, nodes: Sequence[Node], tensors: Mapping[str, Any], results: Collection[str], *others: Any
+    layer: Any, nodes: Sequence[Node], tensors: Mapping[str, Tensor], results: Collection[str], *others: Any
 ) -> Tensors:
     """Call the blocks of a graph in their order on the chunks of a microbatch and return the tensors ``results``.
 

@@ -10,10 +10,13 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gpt4d.parallel.context import Context, Pass
 from gpt4d.parallel.layout import ParameterSpec
+
+if TYPE_CHECKING:
+    from gpt4d.parallel.weights import Weights
 
 
 class BoundLayer(Protocol):
@@ -27,8 +30,9 @@ class BoundLayer(Protocol):
     """
 
     context: Context
-    weights: Any
 
+    @property
+    def weights(self) -> Weights: ...
     @property
     def current_pass(self) -> Pass: ...
 
@@ -36,7 +40,6 @@ class BoundLayer(Protocol):
         """Call a function of blocks, keep only its inputs, and call it again in the backward."""
 
     def __getattr__(self, name: str) -> Any: ...
-
     def __setattr__(self, name: str, value: Any) -> None: ...
 
 

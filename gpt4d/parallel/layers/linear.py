@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
-from gpt4d.parallel.kernels import TorchFunction, block_rows, elementwise, kernel, planned_kernel
+from gpt4d.parallel.kernels import Tensor, TorchFunction, block_rows, elementwise, kernel, planned_kernel
 from gpt4d.parallel.layers import sharding
 from gpt4d.parallel.layers.float8 import Float8Matmul
 from gpt4d.parallel.layers.layer import BoundLayer, LayerSpec
 from gpt4d.parallel.layers.lora import Adapter, AdapterSpec
-from gpt4d.parallel.layers.product import FEATURES, Operation, ProductContext, multiply
+from gpt4d.parallel.layers.product import FEATURES, Input, Operation, ProductContext, multiply
 from gpt4d.parallel.layers.sharding import Axes
 from gpt4d.parallel.layout import Layout, Matrices, ParameterSpec
 from gpt4d.parallel.lazy import torch
@@ -306,7 +306,7 @@ class LinearSpec(LayerSpec):
         """Number of columns of each matrix in a piece of a weight whose columns are interleaved parts of matrices."""
         return _sizes(self.matrices, self.heads)
 
-    def forward(self, layer: BoundLayer, x_BK: Any) -> Any:
+    def forward(self, layer: BoundLayer, x_BK: Input) -> Awaitable[Tensor]:
         bias = layer.bias if self.bias else None
         if bias is not None and not self.bias_gradient:
             bias = bias.detach()
@@ -321,7 +321,7 @@ class TiedHeadSpec(LayerSpec):
         grid = layer.context.grid
         layer.product = ProductContext(layer.weights, EmbeddingMatmul(), grid.y, grid.x)
 
-    def forward(self, layer: BoundLayer, x_BK: Any, embedding: Any) -> Any:
+    def forward(self, layer: BoundLayer, x_BK: Input, embedding: Tensor) -> Awaitable[Tensor]:
         return multiply(x_BK, embedding, None, layer.product, layer.current_pass)
 
 
@@ -373,7 +373,7 @@ class SeparationFunction(TorchFunction):
         return side_by_side(*d_parts), None
 
 
-def concatenate(parts: Sequence[Any], channels: Sequence[int], pieces: int | None = None) -> Any:
+def concatenate(parts: Sequence[Tensor], channels: Sequence[int], pieces: int | None = None) -> Any:
     """Concatenate activations [..., channels] in the order of gpt4d.parallel.layers.sharding.interleaved_order.
 
     Args:
@@ -384,7 +384,7 @@ def concatenate(parts: Sequence[Any], channels: Sequence[int], pieces: int | Non
     return ConcatenationFunction.apply(*parts, _sizes(channels, pieces))
 
 
-def separate(concatenation: Any, channels: Sequence[int], pieces: int | None = None) -> list[Any]:
+def separate(concatenation: Tensor, channels: Sequence[int], pieces: int | None = None) -> list[Any]:
     """Return the activations of a concatenation [..., channels]: the inverse of ``concatenate``."""
     return list(SeparationFunction.apply(concatenation, _sizes(channels, pieces)))
 

@@ -18,8 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from gpt4d.parallel.comm.pending import MeshAxis, Pending
 from gpt4d.parallel.context import Pass
 from gpt4d.parallel.engine.interleave import YieldPoint
 from gpt4d.parallel.engine.prefetch import BACKWARD
@@ -27,6 +28,9 @@ from gpt4d.parallel.kernels import Function, Tensor, kernel
 from gpt4d.parallel.layers import sharding
 from gpt4d.parallel.layers.layer import BoundLayer
 from gpt4d.parallel.lazy import torch
+
+if TYPE_CHECKING:
+    from gpt4d.parallel.weights import Weights
 
 
 class Recomputable(NamedTuple):
@@ -39,7 +43,7 @@ class Recomputable(NamedTuple):
 Input = Tensor | Recomputable  # the input of a product
 
 
-def recomputable(layer: BoundLayer, function: Callable[[Any], Any], x: Any) -> Any:
+def recomputable(layer: BoundLayer, function: Callable[[Tensor], Tensor], x: Tensor) -> Input:
     """Return ``function(x)`` as the input of a product, which does not save the input if it is recomputable.
 
     Args:
@@ -51,7 +55,7 @@ def recomputable(layer: BoundLayer, function: Callable[[Any], Any], x: Any) -> A
     return Recomputable(out, partial(function, x.detach())) if layer.current_pass.recompute_inputs else out
 
 
-def mapped(given: Any, function: Callable[[Any], Any]) -> Any:
+def mapped(given: Input, function: Callable[[Tensor], Tensor]) -> Input:
     """Return ``function`` of a tensor, or of a recomputable tensor, which stays recomputable."""
     if not isinstance(given, Recomputable):
         return function(given)
@@ -133,13 +137,13 @@ def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 class Operation(Protocol):
     """The computation of a layer on one rank: bilinear in the input and the gathered weight, features last."""
 
-    def forward(self, x_BK: Any, weight: Any, bias: Any | None) -> Any:
+    def forward(self, x_BK: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output [B, N], contiguous. ``bias`` [N] has the dtype of the weight."""
 
-    def input_gradient(self, d_out_BN: Any, weight: Any, x_BK: Any) -> Any:
+    def input_gradient(self, d_out_BN: Tensor, weight: Tensor, x_BK: Tensor) -> Tensor:
         """Return the gradient of ``x_BK``, contiguous."""
 
-    def weight_gradient(self, d_out_BN: Any, x_BK: Any, weight: Any, added_to: Any | None) -> Any:
+    def weight_gradient(self, d_out_BN: Tensor, x_BK: Tensor, weight: Tensor, added_to: Tensor | None) -> Tensor:
         """Return the gradient of the gathered weight, contiguous, in the dtype and dim order of its shard ``weight``.
 
         With ``added_to``, an accumulated gradient, the gradient is added to it in place and the sum is returned.
@@ -150,10 +154,10 @@ class Operation(Protocol):
 class ProductContext:
     """The weights of the stage, the axes that split the weight's two dims, and additional splits."""
 
-    weights: Any
+    weights: Weights
     operation: Operation
-    contracted: Any  # splits the input's features; the output is all-reduced over this axis
-    produced: Any  # splits the output's features; the input's gradient is all-reduced over this axis
+    contracted: MeshAxis  # splits the input's features; the output is all-reduced over this axis
+    produced: MeshAxis  # splits the output's features; the input's gradient is all-reduced over this axis
     transposed: bool = False  # the output, not the input, belongs to the residual stream
     inner_split: int | None = None  # dim of the inner activation that the residual stream's axis splits too
     # The caller exchanges the input's gradient and computes the weight's gradient during the exchange.
@@ -178,23 +182,23 @@ class ProductCall:
     """One call of a layer: the collectives that one node starts and another node waits for."""
 
     context: ProductContext
-    weight: Any  # the parameter itself, because gradients accumulate here; autograd passes a view
-    bias: Any | None
+    weight: Tensor  # the parameter itself, because gradients accumulate here; autograd passes a view
+    bias: Tensor | None
     input_split: int | None
     output_split: int | None
-    input_again: Callable[[], Any] | None  # recomputes an input that is not saved
+    input_again: Callable[[], Tensor] | None  # recomputes an input that is not saved
     separate_input: bool  # the input has its own node, which saves it and waits for its gradient
     output: Any = None  # all-reduce or reduce-scatter of the product
     shape: tuple[int, ...] = ()  # shape of the product
-    d_output: Any = None  # all-gather of the gradient of a scattered output
-    d_input: Any = None  # all-reduce or reduce-scatter of the input's gradient
+    d_output: Pending | None = None  # all-gather of the gradient of a scattered output
+    d_input: Pending | None = None  # all-reduce or reduce-scatter of the input's gradient
 
-    def take_output(self) -> Any:
+    def take_output(self) -> Tensor:
         """Wait for the output, without the bias, and drop the reference to it."""
         pending, self.output = self.output, None
         return pending.wait()
 
-    def start_product(self, x_BK: Any) -> None:
+    def start_product(self, x_BK: Tensor) -> None:
         """Compute the product, and start its all-reduce or reduce-scatter over the contracted axis."""
         context, contracted = self.context, self.context.contracted
         w = context.weights.gather(self.weight)
@@ -208,7 +212,7 @@ class ProductCall:
         else:
             self.output = start_scatter(out, contracted, self.output_split, self.weight)
 
-    def start_input_gradient(self, d_x: Any) -> Any:
+    def start_input_gradient(self, d_x: Tensor) -> Tensor:
         """Start the all-reduce or reduce-scatter of the input's gradient; return the gradient or a placeholder."""
         context = self.context
         if self.input_split is None:
@@ -220,7 +224,7 @@ class ProductCall:
             self.d_input.wait()
         return d_x
 
-    def local_bias(self, out: Any) -> Any | None:
+    def local_bias(self, out: Tensor) -> Tensor | None:
         """Return the bias to add after the collective, in the dtype of ``out``; None if the product contains it."""
         contracted = self.context.contracted
         if self.bias is None or contracted.size == 1:
@@ -229,14 +233,14 @@ class ProductCall:
         return local_bias(self.bias.detach(), out, parts, contracted.index)
 
 
-def start_gather(x: Any, axis: Any, dim: int, parameter: Any = None) -> Any:
+def start_gather(x: Tensor, axis: MeshAxis, dim: int, parameter: Tensor | None = None) -> Pending:
     """Start the all-gather of ``x`` along the dim that the axis splits."""
     if dim == TOKENS:
         return axis.start_all_gather(x, parameter=parameter)
     return axis.start_all_gather(x.unsqueeze(0), parameter=parameter).then(parts_last)
 
 
-def start_scatter(full: Any, axis: Any, dim: int, parameter: Any = None) -> Any:
+def start_scatter(full: Tensor, axis: MeshAxis, dim: int, parameter: Tensor | None = None) -> Pending:
     """Start the reduce-scatter of ``full`` along the dim that the axis splits."""
     if dim == TOKENS:
         return axis.start_reduce_scatter(full, parameter=parameter)
@@ -319,7 +323,7 @@ class ProductFunction(Function):
                 d_x = call.start_input_gradient(d_x)
         if ctx.needs_input_grad[1] and weights.trains(call.weight):
 
-            def d_weight(earlier: Any | None) -> Any:
+            def d_weight(earlier: Tensor | None) -> Tensor:
                 return context.operation.weight_gradient(d_out_BN, x_BK, call.weight, earlier)
 
             if context.later is None:
@@ -347,7 +351,7 @@ class ScatteredOutputFunction(Function):
         return placeholder(d_out, call.shape), None
 
 
-async def multiply(given: Any, weight: Any, bias: Any | None, context: ProductContext, current: Pass) -> Any:
+async def multiply(given: Input, weight: Tensor, bias: Tensor | None, context: ProductContext, current: Pass) -> Tensor:
     """Return the output [B, N] of a layer for one chunk.
 
     Args:
