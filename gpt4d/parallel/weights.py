@@ -33,13 +33,13 @@ class Weights(ABC):
     def __init__(self, context: Context):
         self.context, self._alone = context, context.grid.axis(None)
         # Weak, because in a reference cycle tensors live until the garbage collector runs.
-        self.schedule: WeightSchedule[Any, Any] = WeightSchedule(weakref.proxy(self), context.overlap)
+        self.schedule: WeightSchedule[Any, Pending] = WeightSchedule(weakref.proxy(self), context.overlap)
         self.specs: dict[str, ParameterSpec] = {}
         self._shards: dict[str, Any] = {}
         self._names: dict[Any, str] = {}  # of the shards
 
     @abstractmethod
-    def current_shard(self, weight: str) -> Any:
+    def current_shard(self, weight: str) -> Tensor:
         """Return this device's shard of a weight after the arrival of rows that other ranks have updated."""
 
     def _name(self, shard: Any) -> str:
@@ -94,7 +94,7 @@ class Weights(ABC):
     def start_scatter(self, weight: str, gradient: Tensor) -> Pending:
         return self._axis(weight).start_reduce_scatter(gradient, parameter=self._shards[weight])
 
-    def wait(self, pending: Pending) -> Any:
+    def wait(self, pending: Pending) -> Tensor:
         return pending.wait()
 
     def _axis(self, weight: str) -> MeshAxis:

@@ -21,6 +21,7 @@ from gpt4d.config import Config, GridSizes, OverlapConfig
 from gpt4d.config.trainer_profiles import PROFILES
 from gpt4d.model.description import Description
 from gpt4d.model.parts import EdgeTensor, joined, received
+from gpt4d.parallel.comm.pending import Pending
 from gpt4d.parallel.context import Context, layer_settings
 from gpt4d.parallel.engine.prefetch import (
     BACKWARD,
@@ -215,7 +216,7 @@ class _RecordingDevice(ComputingDevice):
     def drop(self, key: tuple) -> None:
         self._add(Drop(self._seen(key)))
 
-    def scatter(self, name: str, compute: ComputeGradient) -> None:
+    def scatter(self, name: str, compute: ComputeGradient[SymbolicTensor]) -> None:
         """Record the computation of a gradient twice: alone, and with accumulation into an earlier gradient.
 
         Without accumulation, the player keeps the result. With accumulation, the layers release a result that they have
@@ -232,7 +233,9 @@ class _RecordingDevice(ComputingDevice):
         self.kept.append(result)
         events.append(Scatter(self._parameter(name), first, further, result.shape, result.dtype))
 
-    def _computed(self, compute: ComputeGradient, earlier: Any) -> tuple[list[Event], SymbolicTensor, int]:
+    def _computed(
+        self, compute: ComputeGradient[SymbolicTensor], earlier: SymbolicTensor | None
+    ) -> tuple[list[Event], SymbolicTensor, int]:
         """Return the events of a computation, its result, and its change of the memory in use in bytes."""
         segment = self.segments[-1]
         inner: list[Event] = []
@@ -299,7 +302,7 @@ class _Use(Storage):
         self.device.drop(self.key)
 
 
-class _RecordingSchedule(WeightSchedule[SymbolicTensor, Any]):
+class _RecordingSchedule(WeightSchedule[SymbolicTensor, Pending]):
     """Records the uses of weights, which the player gathers and scatters."""
 
     device: Any
@@ -308,7 +311,7 @@ class _RecordingSchedule(WeightSchedule[SymbolicTensor, Any]):
         self.position += 1
         return self.device.device.gather(weight, phase or self.phase, self.device.gathered(weight))
 
-    def scatter(self, weight: str, compute: ComputeGradient) -> None:
+    def scatter(self, weight: str, compute: ComputeGradient[SymbolicTensor]) -> None:
         self.device.device.scatter(weight, compute)
 
 

@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from gpt4d.config import OverlapConfig
 from gpt4d.parallel.pipeline.schedule import Action
@@ -134,7 +134,7 @@ _NO_WEIGHTS: tuple[str, ...] = ()
 Tensor = TypeVar("Tensor")  # a gathered weight or its gradient
 Pending = TypeVar("Pending")  # a collective in flight
 # Computes a gradient, adds it in place to the earlier gradient if that is given, and returns the result.
-ComputeGradient = Callable[[Any | None], Any]
+ComputeGradient = Callable[[Tensor | None], Tensor]
 
 
 class WeightDevice(Protocol[Tensor, Pending]):
@@ -181,7 +181,7 @@ class WeightSchedule(Generic[Tensor, Pending]):
         self._accumulated: dict[str, Tensor] = {}  # partially accumulated gradients
         self._missing: dict[str, int] = {}  # number of contributions that these gradients lack
         self._contributions: Mapping[str, int] = {}  # number of contributions to each gradient
-        self._delayed: deque[deque[tuple[str, ComputeGradient]]] = deque()  # gradients to compute, for each backward
+        self._delayed: deque[deque[tuple[str, ComputeGradient[Tensor]]]] = deque()  # gradients of each backward
         self._delays = False
         self._plan = WeightPlan()
         self.position = -1  # index of the last use in the order
@@ -285,14 +285,14 @@ class WeightSchedule(Generic[Tensor, Pending]):
         while delayed:
             self.scatter(*delayed.popleft())  # and forget its tensors
 
-    def add_gradient(self, weight: str, compute: ComputeGradient) -> None:
+    def add_gradient(self, weight: str, compute: ComputeGradient[Tensor]) -> None:
         """``scatter`` a gradient: now, or with the delayed gradients."""
         if self._delays:
             self._delayed[-1].append((weight, compute))
         else:
             self.scatter(weight, compute)
 
-    def scatter(self, weight: str, compute: ComputeGradient) -> None:
+    def scatter(self, weight: str, compute: ComputeGradient[Tensor]) -> None:
         """Compute the gradient of a gathered weight, and reduce-scatter it over z after the last contribution.
 
         ``compute`` returns the gradient, added to its argument if that is not None. The reduce-scatter ends before

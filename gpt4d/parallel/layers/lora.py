@@ -17,13 +17,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gpt4d.parallel.kernels import Tensor, kernel
 from gpt4d.parallel.layers.product import Operation, add_gradient_, cast, placeholder
 from gpt4d.parallel.layers.sharding import Axes, named
 from gpt4d.parallel.layout import ADAPTERS, Layout, ParameterSpec
 from gpt4d.parallel.lazy import torch
+
+if TYPE_CHECKING:
+    from gpt4d.parallel.weights import Weights
 
 A, B = "lora_a", "lora_b"  # names of an adapter's parameters
 
@@ -104,7 +107,7 @@ class Adapter:
         sizes: the pattern of B's columns (``spread``).
     """
 
-    weights: Any
+    weights: Weights
     operation: Operation
     a: Tensor
     b: Tensor

@@ -30,6 +30,7 @@ from gpt4d.parallel.layers.layer import BoundLayer
 from gpt4d.parallel.lazy import torch
 
 if TYPE_CHECKING:
+    from gpt4d.parallel.layers.lora import Adapter
     from gpt4d.parallel.weights import Weights
 
 
@@ -163,7 +164,7 @@ class ProductContext:
     # The caller exchanges the input's gradient and computes the weight's gradient during the exchange.
     later: list[Callable[[], None]] | None = None
     # Its product is added to the weight's product (gpt4d.parallel.layers.lora); the input must have a gradient.
-    adapter: Any | None = None
+    adapter: Adapter | None = None
 
     @cached_property
     def splits(self) -> tuple[tuple[int | None, int | None], ...]:

@@ -3,7 +3,9 @@
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
+
+from gpt4d.parallel.comm.pending import MeshAxis
 
 T = TypeVar("T")
 _MAX_PIECES = 240  # pieces per tensor of a concatenation: all usual axis sizes divide it; longer pieces copy faster
@@ -47,7 +49,7 @@ def head_axes(heads: int, x: int, y: int, scatter: bool, stream: str = "y") -> t
     return (inner, stream) if scatter and size > 1 and heads % (x * y) == 0 else (inner,)
 
 
-def local_heads(heads: int, axes: Sequence[Any]) -> tuple[int, int]:
+def local_heads(heads: int, axes: Sequence[MeshAxis]) -> tuple[int, int]:
     """Return this rank's first head and its number of heads. ``axes`` split all ``heads``, outermost first."""
     first = 0
     for axis in axes:
