@@ -27,6 +27,7 @@ from gpt4d.parallel.layout import Layout, Matrices, ParameterSpec
 from gpt4d.parallel.lazy import torch
 
 _MIN_FLOPS = 1 << 22  # minimum size of a product for oneDNN, which takes 15 us longer to start than MKL
+_MIN_COLUMNS = 128  # of a block of columns, because each block reads the complete first factor
 
 
 @cache
@@ -38,16 +39,36 @@ def _one_dnn_linear() -> Callable | None:
     return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
-def matmul(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return ``a @ b + bias`` of matrices, without a gradient."""
+def matmul(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, added_to: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return ``a @ b + bias`` of matrices, without a gradient. The product is added to ``added_to`` if given."""
+    result = None
     if a.dtype == torch.float32 and a.is_cpu and 2 * a.numel() * b.shape[1] >= _MIN_FLOPS:
         one_dnn = _one_dnn_linear()
         if one_dnn is not None:
             # oneDNN copies a first factor that is not contiguous. For the gradient of logits, exchange the factors.
-            if bias is None and not a.is_contiguous() and a.numel() > b.numel() + a.shape[0] * b.shape[1]:
-                return one_dnn(b.t(), a, None, "none", [], "").t().contiguous()
-            return one_dnn(a, b.t(), bias, "none", [], "")
-    return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+            if bias is None and not a.is_contiguous() and _exchanges(len(a), a.shape[1], b.shape[1]):
+                result = a.new_empty(len(a), b.shape[1]) if added_to is None else added_to
+                columns = _block_columns(len(a))
+                for out, part in zip(result.split(columns, 1), b.split(columns, 1), strict=True):
+                    block = one_dnn(part.t(), a, None, "none", [], "").t()
+                    out.copy_(block) if added_to is None else out.add_(block)
+                return result
+            result = one_dnn(a, b.t(), bias, "none", [], "")
+    if result is None:
+        result = torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+    return result if added_to is None else added_to.add_(result)
+
+
+def _exchanges(rows: int, inner: int, columns: int) -> bool:
+    """Return whether ``a @ b`` of these sizes is computed as ``(b.T @ a.T).T``, so that oneDNN does not copy ``a``."""
+    return rows * inner > (rows + inner) * columns
+
+
+def _block_columns(rows: int) -> int:
+    """Return the number of columns of an exchanged product that are in memory twice, the second time transposed."""
+    return max(_MIN_COLUMNS, block_rows(rows))
 
 
 def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, added_to: torch.Tensor | None = None) -> torch.Tensor:
@@ -73,7 +94,7 @@ def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, added_to: torc
 def _wide_product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, added_to: torch.Tensor | None) -> torch.Tensor:
     """Compute ``product`` on a CPU: convert both matrices to ``dtype``, ``a`` in blocks of rows."""
     if a.dtype == dtype:
-        return matmul(a, b) if added_to is None else added_to.add_(matmul(a, b))
+        return matmul(a, b, None, added_to)
     wide, rows = b.to(dtype), block_rows(a.shape[1])
     if added_to is None and len(a) <= rows:
         return matmul(a.to(dtype), wide)
@@ -138,7 +159,10 @@ def _temporary_bytes(d_out_BN, x_BK, weight, added_to, transposed: bool = False)
         first, second = second, first
     rows = min(first, block_rows(count)) if converts else first
     converted = count * (second + rows) if converts else 0
-    product = 0 if added_to is None and rows == first else rows * second
+    if not converts and _exchanges(first, count, second):
+        product = rows * min(second, _block_columns(rows))
+    else:
+        product = 0 if added_to is None and rows == first else rows * second
     return (converted + product) * weight.itemsize
 
 

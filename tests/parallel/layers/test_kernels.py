@@ -93,6 +93,15 @@ def test_blocks_of_a_bfloat16_matrix_give_the_whole_product(monkeypatch, added):
     torch.testing.assert_close(product(x.t(), d, torch.float32, earlier).double(), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("added", [False, True])
+def test_blocks_of_columns_give_the_whole_gradient_of_an_embedding_as_the_head(monkeypatch, added):
+    x, d = torch.randn(256, 200), torch.randn(256, 1024)
+    earlier = torch.randn(1024, 200) if added else None
+    expected = d.double().t() @ x.double() + (earlier if added else 0)
+    monkeypatch.setattr(kernels, "BLOCK_ELEMENTS", 1)  # the second of two blocks has 72 columns
+    close(product(d.t(), x, torch.float32, earlier), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gpu_adds_a_product_by_one_kernel(dtype):
     """A device without values stands for the GPU, which torch chooses the same operations for."""
