@@ -1,13 +1,13 @@
 """The identity of a run: which settings may change between its starts, and the record of its starts."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from gpt4d.config import ConfigError, Effect, ModelConfig, effect_of, setting
-from gpt4d.config.keys import check_allowed, model_schemas
+from gpt4d.config import ConfigError, Effect, effect_of
+from gpt4d.config.keys import check_allowed, key_types, stated
+from gpt4d.model import registry
 from gpt4d.runs import starts
 from tests.support.grids import full, metric_lines, train_in_rank
 from tests.support.rank_pool import RankFailure
@@ -19,15 +19,12 @@ def test_a_key_without_an_effect_is_an_error():
         effect_of("new_group.key")
 
 
-def test_a_key_of_several_model_families_has_one_effect(monkeypatch):
-    @dataclass
-    class Other(ModelConfig):
-        vocab_multiple: int = setting(1, "has another effect", effect=Effect.NONE)
-
+def test_a_key_of_several_model_families_has_one_effect():
     assert effect_of("model.vocab_multiple") is Effect.ROUNDING
-    monkeypatch.setitem(model_schemas, "other", Other)
-    with pytest.raises(AssertionError, match=r"model\.vocab_multiple: model families state different effects"):
-        effect_of("model.vocab_multiple")
+    families = [registry.get(name).config for name in ("gpt2", "llama", "olmo2", "gemma3", "moe", "unet")]
+    for key in {key for family in families for key in key_types(family, "model.")}:
+        found = [family for family in families if key.removeprefix("model.") in family.__dataclass_fields__]
+        assert {stated(key, "effect", family)[-1] for family in found} == {effect_of(key)}, key
 
 
 @pytest.mark.parametrize("entry", ["optim.rate", "parallel.gx", "logging", "lr"])

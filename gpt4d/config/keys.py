@@ -149,14 +149,14 @@ class Change(NamedTuple):
 def effect_of(key: str) -> Effect:
     """Return the effect of a key, which its field or a field of its groups states. Raises KeyError if none does.
 
-    All model families with the key state one effect, because the recorded settings of a run do not name its family.
+    All families of gpt4d with a key of a model state one effect, because the recorded settings of a run do not name its
+    family. The first registered family counts.
     """
     families = [each for each in model_schemas.values() if key.removeprefix("model.") in each.__dataclass_fields__]
-    effects = {effect for family in (families or (None,)) for effect in stated(key, "effect", family)[-1:]}
+    effects = stated(key, "effect", families[0] if families else None)
     if not effects:
         raise KeyError(key)
-    assert len(effects) == 1, f"{key}: model families state different effects"
-    return effects.pop()
+    return effects[-1]
 
 
 def recorded_settings(values: Mapping[str, Any]) -> dict[str, Any]:

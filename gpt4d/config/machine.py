@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpt4d.config.schema import ClusterConfig, LevelConfig
 from gpt4d.runtime.errors import ConfigError
-from gpt4d.runtime.machine import VECTORS, MachineFacts, read_facts
+from gpt4d.runtime.machine import MachineFacts, read_facts
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +67,7 @@ _GPUS = {
 _UNKNOWN_GPU = GpuModel(0, None, 50, None, 500, 20, 1.25)
 _MEASURED = {"H200": "estimates; planned steps of one H200 were within 1 % of measured steps"}
 # Estimated TFLOP/s in fp32 of a core, by its widest vectors in /proc/cpuinfo, and GB/s of its elementwise operations.
-_CORE_TFLOPS = dict(zip(VECTORS, (0.1, 0.05), strict=True))
+_CORE_TFLOPS = {"avx512f": 0.1, "avx2": 0.05}
 _OTHER_CORE_TFLOPS = 0.03
 _CORE_GB_S = 10.0
 _RESERVED_GIB = 1.0  # context of CUDA, cuBLAS, cuDNN

@@ -120,7 +120,7 @@ class Description:
 
     @property
     def statistics_bytes(self) -> int:
-        """Bytes of the statistics of all routers, which all ranks sum in each step (``Routers``)."""
+        """Bytes of the statistics of all routers (gpt4d.parallel.layers.routing), which all ranks sum in each step."""
         return 8 * len(self.routers) * num_statistics(max(self.routers.values(), default=0))
 
     @cached_property

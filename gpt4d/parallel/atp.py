@@ -66,7 +66,7 @@ def _check(key: str, features: int, axis: Axis) -> None:
 
 
 class _Weights:
-    """Replaces ``ShardedWeights`` in one call, for a weight that is not gathered."""
+    """Replaces ``ShardedWeights`` in one call of one chunk, for a weight that is not gathered: it has no schedule."""
 
     def __init__(self, context: Context):
         self.context = context

@@ -180,7 +180,7 @@ class StepGraphs:
         if self.stage.exchange:
             self.stage.exchange.wait_for_held()
         if self._recording is None:
-            self._record(list(batches), *self._step)
+            self._record(list(batches), microbatches, divisor)
         else:
             self._replay(list(batches))
         return self._loss.clone()
