@@ -137,7 +137,8 @@ class Reference:
     """torch.optim.Muon on copies of all matrices, and AdamW on all further parameters."""
 
     def __init__(self, model, config: OptimConfig):
-        self.parameters, muon = dict(model.named_parameters()), config.muon
+        self.parameters = {name: p for name, p in model.named_parameters() if not p.spec.frozen}
+        muon = config.muon
         parts = {name: self._parts(p) for name, p in self.parameters.items()}
         self.copies = {name: [torch.nn.Parameter(part.detach().clone()) for part in p] for name, p in parts.items()}
         groups = collections.defaultdict(list)
@@ -179,7 +180,7 @@ def compared(config):
     grid = Grid()
     model = build_stage(one_stage(config, grid.sizes), grid, torch.device("cpu")).module
     reference = Reference(model, config.optim)
-    optimizer = Optimizer(model.named_parameters(), config.optim, grid, torch.bfloat16)
+    optimizer = Optimizer(reference.parameters.items(), config.optim, grid, torch.bfloat16)
     for step in range(20):
         for name, parameter in model.named_parameters():
             parameter.grad = gradient(parameter, name, step, grid)
