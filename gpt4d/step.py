@@ -19,7 +19,7 @@ from gpt4d.parallel import compile, gradient_reducer
 from gpt4d.parallel.context import Context, layer_settings
 from gpt4d.parallel.cuda_graphs import StepGraphs
 from gpt4d.parallel.gradient_reducer import GradientReducer
-from gpt4d.parallel.grid import Grid, backend_of
+from gpt4d.parallel.grid import Grid, backend_of, options_of_links
 from gpt4d.parallel.layers import attention_backends, conv, float8
 from gpt4d.parallel.layers.routing import Routers
 from gpt4d.parallel.layout import spec_of
@@ -130,7 +130,8 @@ def connect_stages(plan: ParallelPlan, stage: Stage, ranks_per_host: int, timeou
     created = stage.weights.context.grid.num_groups
     for _ in range(max(gather_in_group(created)) - created):
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-    new_group = partial(dist.new_group, timeout=timeout, backend=backend_of(stage.weights.device.type))
+    backend = backend_of(stage.weights.device.type)
+    new_group = partial(dist.new_group, timeout=timeout, backend=backend, pg_options=options_of_links(backend, timeout))
     training_edges = edges_in(token_split if parallel.sequence_parallel else plain)
     stage.exchange = Exchange(
         plan.stages,

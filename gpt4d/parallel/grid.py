@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -11,6 +12,7 @@ from gpt4d.parallel.comm.cpu import hosts
 from gpt4d.parallel.layout import Layout
 
 BATCH_AXES = ("data", "z")  # the axes that split the batch, outermost first
+_LINK_CHANNELS = 4
 
 
 class Grid:
@@ -184,3 +186,19 @@ def backend_of(device_type: str) -> str:
     Every rank of a group with gloo connects to all ranks of the group.
     """
     return dict(pair.split(":") for pair in dist.get_backend_config().split(","))[device_type]
+
+
+def options_of_links(backend: str, timeout: timedelta | None) -> Any:
+    """Return the options of a group of two stages with this backend, or None.
+
+    A receive of NCCL occupies a multiprocessor of the GPU for each channel from its start on, long before its sender
+    sends. NCCL uses up to 32 channels for each group. Collectives and exchanges inside a stage need them for the full
+    rate of the links, messages between stages do not.
+    """
+    if backend != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = _LINK_CHANNELS
+    if timeout is not None:
+        options._timeout = timeout  # otherwise torch warns that it replaces it
+    return options

@@ -19,9 +19,6 @@ _ENVIRONMENT = {
     # One hardware queue per stream. In a shared queue, collectives of different communicators wait for each other.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     "GPU_MAX_HW_QUEUES": "16",  # AMD's name; its default is 4
-    # From its start on, a message to or from another stage occupies a multiprocessor of the GPU for each channel. A
-    # receive starts long before its sender. By default NCCL uses up to 32 channels.
-    "NCCL_MAX_P2P_NCHANNELS": "4",
     # The GPU schedules a collective's blocks before the blocks of a computation that was launched earlier.
     "TORCH_NCCL_HIGH_PRIORITY": "1",
     # With expandable segments, buffers that NCCL registers for a CUDA graph become invalid.

@@ -36,8 +36,8 @@ def job(monkeypatch):
     def start(world_size: int, rank: int) -> list[tuple]:
         groups: list[tuple] = []
 
-        def new_group(ranks, timeout=None, backend=None, use_local_synchronization=False):
-            groups.append((ranks, timeout, backend))
+        def new_group(ranks, timeout=None, backend=None, use_local_synchronization=False, pg_options=None):
+            groups.append((ranks, timeout, backend, *([] if pg_options is None else [pg_options.config.max_ctas])))
             return SimpleNamespace(size=lambda: len(ranks))
 
         world = SimpleNamespace(size=lambda: world_size)
@@ -45,6 +45,8 @@ def job(monkeypatch):
         values["get_backend_config"] = "cpu:gloo,cuda:nccl"
         for name, value in values.items():
             monkeypatch.setattr(dist, name, lambda value=value: value)
+        options = SimpleNamespace(Options=lambda: SimpleNamespace(config=SimpleNamespace()))
+        monkeypatch.setattr(dist, "ProcessGroupNCCL", options, raising=False)  # torch for CPUs lacks it
         monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
         monkeypatch.setattr(dist, "new_group", new_group)
         return groups
@@ -89,8 +91,9 @@ def test_the_planner_counts_the_groups_of_a_grid(job, sizes, joined, expert_data
     assert planned == 0.5 + len(groups) + (world > 1)
 
 
-@pytest.mark.parametrize(("device_type", "backend"), BACKENDS)
-def test_a_link_has_the_backend_of_its_device_alone(job, monkeypatch, device_type, backend):
+@pytest.mark.parametrize(("device_type", "backend", "channels"), [("cuda", "nccl", [4]), ("cpu", "gloo", [])])
+def test_a_link_has_the_backend_of_its_device_alone_and_few_channels(job, monkeypatch, device_type, backend, channels):
+    """Only a link: the axes of a grid exchange experts, keys and matrices on all channels (the tests above)."""
     groups, links = job(2, rank=0), []
     monkeypatch.setattr(step, "Exchange", lambda *arguments: links.append(arguments))
     plan = validate(configured(["cluster=local", "parallel.pipeline.stages=2", "train.batch_size=8"]), 2)
@@ -100,7 +103,7 @@ def test_a_link_has_the_backend_of_its_device_alone(job, monkeypatch, device_typ
     step.connect_stages(plan, SimpleNamespace(weights=weights), 2, HOUR)
     ((*_, new_group, _),) = links
     new_group([0, 1])
-    assert groups == [([0, 1], HOUR, backend)]
+    assert groups == [([0, 1], HOUR, backend, *channels)]
 
 
 def test_a_link_exists_only_in_a_direction_in_which_tensors_or_gradients_cross(job, monkeypatch):
