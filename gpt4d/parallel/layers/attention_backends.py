@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from inspect import signature
 from typing import Any
 
-from gpt4d.config import ConfigError
 from gpt4d.parallel.lazy import torch
+from gpt4d.runtime.writing import warn
 
 _FLASH_ATTENTION_3 = "flash_attn_interface"  # its package
 
@@ -18,7 +18,7 @@ def use_installed_kernels(device: torch.device) -> None:
     """Replace torch's FlashAttention 2 on a Hopper GPU by FlashAttention 3 if it is installed.
 
     Variable-length attention uses it, and all attention where cuDNN is older than 9.15.1. torch does not choose these
-    versions of cuDNN because of their errors. Raises ConfigError if the package does not fit torch.
+    versions of cuDNN because of their errors. If the package does not fit torch, a warning says so.
     """
     from torch.nn import attention
 
@@ -29,10 +29,11 @@ def use_installed_kernels(device: torch.device) -> None:
     try:
         attention.activate_flash_attention_impl("FA3")
     except (ImportError, RuntimeError) as error:
-        raise ConfigError(
-            f"{_FLASH_ATTENTION_3}: does not work with torch {torch.__version__} ({error}); install the package for "
-            "this version of torch, or uninstall it"
-        ) from None
+        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+            warn(
+                f"{_FLASH_ATTENTION_3}: does not work with torch {torch.__version__} ({error}), so FlashAttention 2 is "
+                "used; install the package for this version of torch, or uninstall it"
+            )
 
 
 def with_heads(x: torch.Tensor, heads: int) -> torch.Tensor:

@@ -1,12 +1,12 @@
 """Kernels of layers: the choice of torch's attention, products on a CPU, and products and orders of experts' rows."""
 
+import re
 from unittest.mock import Mock
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpt4d.config import ConfigError
 from gpt4d.parallel import kernels
 from gpt4d.parallel.layers import attention_backends, experts
 from gpt4d.parallel.layers.linear import matmul, product
@@ -47,10 +47,11 @@ def test_flash_attention_3_requires_a_hopper_gpu_and_the_package(activate, monke
     activate.assert_not_called()
 
 
-def test_a_package_for_another_version_of_torch_is_reported_with_a_remedy(activate):
+def test_a_package_for_another_version_of_torch_is_a_warning_with_a_remedy(activate, capsys):
     activate.side_effect = ImportError("undefined symbol")
-    with pytest.raises(ConfigError, match=r"flash_attn_interface: does not work .*undefined symbol.*; install"):
-        attention_backends.use_installed_kernels(GPU)
+    attention_backends.use_installed_kernels(GPU)
+    warning = capsys.readouterr().err
+    assert re.fullmatch(r"warning: flash_attn_interface: does not work .*undefined symbol.*; install .*\n", warning)
 
 
 def close(found, expected):
