@@ -10,7 +10,8 @@ import functools
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -107,6 +108,17 @@ def _first_of_all_ranks(problem: str | None) -> str | None:
 
     problems = all_gather_json(problem, "testing the compilers")
     return next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text), None)
+
+
+@contextmanager
+def disabled() -> Iterator[None]:
+    """Call functions without compilation in the body. Each new length of a text would compile all of them again."""
+    global enabled
+    before, enabled = enabled, False
+    try:
+        yield
+    finally:
+        enabled = before
 
 
 def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

@@ -11,6 +11,7 @@ from gpt4d.config import ConfigError
 from gpt4d.model import registry
 from gpt4d.model.edges import edges, plain
 from gpt4d.model.parts import STREAM, EdgeTensor
+from gpt4d.parallel import compile
 from gpt4d.parallel.comm.pending import MAX
 from gpt4d.parallel.layers.sequence import Documents, KeyValueCache, TokenIndex, own_segments
 from gpt4d.parallel.layout import Layout
@@ -223,7 +224,7 @@ class _Reader:
         length = places.shape[1]
         if length not in self._exchanges:
             self._exchanges[length] = exchange_for(self.stage, self.samples, length)
-        with torch.no_grad():
+        with torch.no_grad(), compile.disabled():
             result = forward_over_stages(self.stage, self._exchanges[length], compute)
         if result is None:
             return None

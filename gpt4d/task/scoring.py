@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gpt4d.model.parts import STREAM
+from gpt4d.parallel import compile
 from gpt4d.parallel.layers.loss import log_likelihoods
 from gpt4d.parallel.pipeline.runtime import forward_over_stages
 from gpt4d.parallel.pipeline.stage_links import Exchange
@@ -60,7 +61,7 @@ class Scorer:
         sequences = sorted(self._sequences(requests), key=lambda each: (-len(each.inputs), each.inputs))
         totals = torch.zeros(2, len(requests), dtype=torch.float64, device=self.stage.weights.device)
         exchanges: dict[tuple[int, int], Exchange | None] = {}
-        with torch.no_grad():
+        with torch.no_grad(), compile.disabled():
             for start in range(0, len(sequences), self.together):
                 self._add(sequences[start : start + self.together], totals, exchanges)
         # Ranks with the same values count once, so that the sum over all ranks contains each value once.

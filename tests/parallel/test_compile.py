@@ -21,7 +21,9 @@ from gpt4d.parallel.layers import activations, conv, float8, group_norm, norm
 from gpt4d.runtime import compile_cache
 from gpt4d.step import TrainStep, build_stage
 from gpt4d.task.diffusion import Diffusion
+from gpt4d.task.generation import continued
 from gpt4d.task.language import LanguageModeling
+from gpt4d.task.scoring import Continuation, Scorer
 from gpt4d.validation import validate
 from tests.exactness.comparison import microbatches
 from tests.support.grids import full, metric_lines, train_in_rank
@@ -128,6 +130,16 @@ def test_no_function_is_compiled_again_after_the_second_step(traced, model, word
     assert graphs[0] > 10
     assert graphs[1:] == graphs[1:2] * 3
     assert not counters["graph_break"]
+
+
+def test_no_function_is_compiled_for_texts_that_are_generated_or_scored(traced):
+    config = configured(["model=gpt_tiny", "model.layers=1", "train.seq_len=16", "train.compile=true"])
+    stage = build_stage(validate(config, 1), Grid.single_device(), torch.device("cpu"))
+    counters.clear()  # the test of the compiler is a graph
+    for length in (3, 5):
+        continued(stage, [[1] * length], 2, {0})
+        Scorer(stage, 1).scores([Continuation((1,) * length, (2,))])
+    assert compile.enabled and not counters["stats"]["unique_graphs"]
 
 
 def failing(*_, **__):
