@@ -9,7 +9,7 @@ from inspect import signature
 from typing import Any
 
 from gpt4d.parallel.lazy import torch
-from gpt4d.runtime.writing import warn
+from gpt4d.runtime.errors import warn
 
 _FLASH_ATTENTION_3 = "flash_attn_interface"  # its package
 
