@@ -9,7 +9,6 @@ import math
 import os
 import re
 import signal
-import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +37,7 @@ from tests.gpu.check import Check
 from tests.gpu.isolation import redirect_output
 from tests.gpu.processes import exit_codes, in_process, run_processes, run_ranks
 from tests.gpu.small_training import Answer, GridCase, build_step, compare, local_batches, train_on_grids
+from tests.support.jobs import free_port
 
 _RANKS_OF_SHARED_GPU = 8
 _SPLIT_TOKENS = {"chunks": 2, "sequence_parallel": True}
@@ -118,9 +118,7 @@ def _job(
 ) -> list[Callable[[], Any]]:
     """Return the calls that run ``member`` on each rank of a job, as processes on ``gpus`` GPUs (0: on the CPU)."""
     variables = {**(environment or {}), **(usage.SHARED_GPU_ENVIRONMENT if gpus == 1 else {})}
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        master = f"localhost:{free.getsockname()[1]}"
+    master = f"localhost:{free_port()}"
     launches = (Launch(rank, ranks, rank, ranks, master) for rank in range(ranks))
     return [partial(_run_member, launch, gpus, member, logs, variables) for launch in launches]
 

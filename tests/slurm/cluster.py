@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from tests.support.jobs import free_ports
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 NODES = 4
@@ -92,7 +94,7 @@ class SlurmCluster:
 
     def _write_config(self) -> None:
         directory, host = self.directory, socket.gethostname().partition(".")[0]
-        ports = _free_ports(NODES + 1)
+        ports = free_ports(NODES + 1)
         # As many cores and GPUs as the nodes of perlmutter.sh and frontier.sh, whatever this machine has.
         nodes = [
             f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} Sockets=8 CoresPerSocket=8 "
@@ -240,11 +242,3 @@ class SlurmJob:
 
     def output(self) -> str:
         return self.log.read_text() if self.log.exists() else "(no output)"
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in sockets:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in sockets]

@@ -23,12 +23,19 @@ SLURM_STEP = {
 
 
 def free_port() -> int:
-    """Return a free port below the range from which the kernel chooses the ports of other tests."""
-    while True:
-        port = random.SystemRandom().randrange(10_000, 20_000)
+    return free_ports(1)[0]
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ``count`` free ports below the range from which the kernel chooses the ports of other tests."""
+    ports: list[int] = []
+    for port in random.SystemRandom().sample(range(10_000, 20_000), 10_000):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("localhost", port))
-            return port
+            ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise OSError(f"fewer than {count} ports from 10000 to 19999 are free")
 
 
 def _launcher_variables(ranks: int) -> dict[str, str]:
